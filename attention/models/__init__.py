@@ -1,0 +1,1 @@
+"""Model recipes: configuration mapping and weight names per family."""

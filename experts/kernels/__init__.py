@@ -1,0 +1,1 @@
+"""Compute kernels behind one signature each: torch reference and CPU fast path."""

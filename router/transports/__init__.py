@@ -1,0 +1,1 @@
+"""How rounds travel: in one process, shared memory, torch.distributed."""

@@ -1,0 +1,84 @@
+"""The transport protocol: post, poll, wait with a deadline, close, epoch fence."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from coterie.router.round import Round
+from coterie.router.state import SeatState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundShape:
+    """Sizes that both ends of every pair must agree on."""
+
+    hidden_size: int
+    top_k: int
+    dtype: torch.dtype
+    """Of the dispatched hidden states: float32 or bfloat16."""
+    max_rows: int
+    """Most rows of one round."""
+    num_slots: int = 2
+    """Rounds of one ordered pair that may be outstanding."""
+
+
+class Transport(Protocol):
+    """Moves rounds between this seat and its peers within one epoch.
+
+    Not thread-safe: one thread of the rank uses it. At most ``num_slots`` rounds per ordered pair
+    are outstanding; the reply slot of a round is reserved when the round is posted, so ``reply``
+    never blocks. Rounds of another epoch are dropped and counted, never delivered.
+    """
+
+    seat: int
+    epoch: int
+    peers: tuple[int, ...]
+    max_rows: int
+    """Most rows one round can carry; callers cut larger ones."""
+    num_stale: int
+    """Messages dropped because their epoch was older."""
+
+    def post(
+        self,
+        peer: int,
+        layer: int,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        big: bool,
+    ) -> int:
+        """Send a round; return its sequence number. Copies its arguments.
+
+        Raises:
+            RankDied: the peer is known to be gone, or no slot became free within the deadline.
+        """
+
+    def poll(self, peer: int) -> Round | None:
+        """The oldest round of ``peer`` that has not been replied to, or None. Does not consume."""
+
+    def reply(self, round: Round) -> None:
+        """Announce that ``round.out`` is complete. Never blocks."""
+
+    def poll_reply(self, peer: int, sequence: int) -> torch.Tensor | None:
+        """``[num_tokens, hidden_size]`` float32 view, valid until ``release``, or None yet."""
+
+    def release(self, peer: int, sequence: int) -> None:
+        """Give the slot of a consumed reply back."""
+
+    def publish(self, state: SeatState) -> None:
+        """Let every peer see where this seat is."""
+
+    def peer_state(self, peer: int) -> SeatState:
+        """Last state published by ``peer``."""
+
+    def block(self, timeout_s: float, wake_fds: Sequence[int] = ()) -> bool:
+        """Sleep until a doorbell or one of ``wake_fds`` is readable; True if one of the latter.
+
+        Blocks: at most ``timeout_s``.
+        """
+
+    def close(self) -> None:
+        """Release everything; idempotent."""

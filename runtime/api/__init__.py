@@ -1,0 +1,1 @@
+"""Front doors: HTTP, RPC service, SDK client, offline LLM, CLI."""

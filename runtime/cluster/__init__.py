@@ -1,0 +1,1 @@
+"""Placement and lifecycle of ranks: launchers (Ray, plain processes), keeper, supervisor."""

@@ -1,0 +1,1 @@
+"""The engine process: queue, coordinator, request records, output processing."""

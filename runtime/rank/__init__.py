@@ -1,0 +1,1 @@
+"""What runs inside one rank process: scheduler, step loop, model runner, sampler."""

@@ -1,0 +1,144 @@
+"""Requests as users state them: sampling parameters, prompts, outputs. No torch."""
+
+from typing import Literal
+
+import msgspec
+
+from coterie.errors import InvalidRequest
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+MAX_LOGPROBS = 20
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are chosen and when generation ends; names and defaults as in vLLM.
+
+    Raises:
+        InvalidRequest: from ``validate`` when a value is out of range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    """0 = greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1 = off."""
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = 16
+    """None: up to max_model_len."""
+    min_tokens: int = 0
+    """No EOS or stop token before this many output tokens."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """Number of alternatives per output token; the sampled token's logprob always comes too."""
+    skip_special_tokens: bool = True
+    logit_bias: dict[int, float] | None = None
+
+    def validate(self, vocab_size: int) -> None:
+        """Check every range.
+
+        Raises:
+            InvalidRequest: names the field, what it got and what is allowed.
+        """
+        checks = (
+            ("n", self.n, 1 <= self.n <= 128, "between 1 and 128"),
+            ("temperature", self.temperature, 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
+            ("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "in (0, 1]"),
+            ("top_k", self.top_k, self.top_k >= -1, "-1, 0 (off) or positive"),
+            ("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "in [0, 1]"),
+            ("presence_penalty", self.presence_penalty, abs(self.presence_penalty) <= 2, "in [-2, 2]"),
+            (
+                "frequency_penalty",
+                self.frequency_penalty,
+                abs(self.frequency_penalty) <= 2,
+                "in [-2, 2]",
+            ),
+            (
+                "repetition_penalty",
+                self.repetition_penalty,
+                0 < self.repetition_penalty < float("inf"),
+                "positive",
+            ),
+            ("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, ">= 1"),
+            (
+                "min_tokens",
+                self.min_tokens,
+                0 <= self.min_tokens <= (self.max_tokens or self.min_tokens),
+                "between 0 and max_tokens",
+            ),
+            (
+                "logprobs",
+                self.logprobs,
+                self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+                f"between 0 and {MAX_LOGPROBS}",
+            ),
+            (
+                "seed",
+                self.seed,
+                self.seed is None or -(2**63) <= self.seed < 2**63,
+                "a 64-bit integer",
+            ),
+            ("stop", self.stop, all(self.stop) and len(self.stop) <= 16, "at most 16 non-empty strings"),
+            (
+                "stop_token_ids",
+                self.stop_token_ids,
+                all(0 <= t < vocab_size for t in self.stop_token_ids),
+                f"token ids below {vocab_size}",
+            ),
+            (
+                "logit_bias",
+                self.logit_bias,
+                all(0 <= t < vocab_size for t in self.logit_bias or {}),
+                f"token ids below {vocab_size}",
+            ),
+        )
+        for name, value, good, allowed in checks:
+            if not good:
+                raise InvalidRequest(f"{name} must be {allowed}, got {value!r}", param=name)
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities at one output position, of the raw logits before temperature."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+    """(token id, logprob) of the most likely tokens, best first."""
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request as it enters the engine. Exactly one of the two prompts is set."""
+
+    request_id: str
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
+    sampling_params: SamplingParams = SamplingParams()
+    deadline_s: float | None = None
+    """Seconds from arrival after which the request fails with DeadlineExceeded."""
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """News of one choice of a request: a delta, never the whole."""
+
+    request_id: str
+    index: int
+    """Choice, 0..n-1."""
+    text: str
+    """New text; may be empty while a character or a possible stop string is incomplete."""
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that matched; None for EOS."""
+    prompt_token_ids: list[int] | None = None
+    """Only in the first output of each choice."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache."""

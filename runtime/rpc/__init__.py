@@ -1,0 +1,1 @@
+"""Frames, codec, server and client of the msgpack RPC."""
