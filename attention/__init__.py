@@ -6,4 +6,6 @@ cu_seqlens_q).
 """
 
 if __name__ != "coterie.attention":
-    raise ImportError("import coterie.attention, not attention: two copies of a class never compare equal")
+    raise ImportError(
+        "import coterie.attention, not attention: two copies of a class never compare equal"
+    )

@@ -5,4 +5,6 @@ local expert = a physical expert of this rank; redundant expert = a copy beyond 
 """
 
 if __name__ != "coterie.experts":
-    raise ImportError("import coterie.experts, not experts: two copies of a class never compare equal")
+    raise ImportError(
+        "import coterie.experts, not experts: two copies of a class never compare equal"
+    )

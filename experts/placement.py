@@ -56,7 +56,8 @@ class ExpertPlacement:
         count = len(seats)
         if not 1 <= count <= num_logical:
             raise ConfigError(
-                f"{count} expert ranks for {num_logical} experts: use 1 to {num_logical} expert ranks"
+                f"{count} expert ranks for {num_logical} experts: "
+                f"use 1 to {num_logical} expert ranks"
             )
         if num_redundant > num_logical * (count - 1):
             raise ConfigError(

@@ -6,4 +6,6 @@ generation; gather = the rounds of one layer that an expert rank computes in one
 """
 
 if __name__ != "coterie.router":
-    raise ImportError("import coterie.router, not router: two copies of a class never compare equal")
+    raise ImportError(
+        "import coterie.router, not router: two copies of a class never compare equal"
+    )

@@ -15,6 +15,9 @@ class Kernels(Protocol):
 
     name: str
 
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile or load all that weights of ``dtype`` need, so that no step waits for it."""
+
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         """Prepare ``weight [out_features, in_features]`` (float32 or bfloat16) for ``linear``."""
 
@@ -25,12 +28,31 @@ class Kernels(Protocol):
         """Normalise over the last dim. ``x [..., dim] float32``, ``weight [dim] float32``, new."""
 
     def add_rms_norm(
-        self, residual: torch.Tensor, x: torch.Tensor, scale: float, weight: torch.Tensor, eps: float
+        self,
+        residual: torch.Tensor,
+        x: torch.Tensor,
+        scale: float,
+        weight: torch.Tensor,
+        eps: float,
     ) -> torch.Tensor:
         """``residual += scale * x`` in place, then return ``rms_norm(residual)``, new."""
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """``[num_tokens, 2 * width] -> silu(first half) * second half``, float32, new."""
+
+    def topk_softmax(
+        self, router_logits: torch.Tensor, top_k: int, renormalize: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Softmax over all experts, then the ``top_k`` largest, largest first.
+
+        Args:
+            router_logits: ``[num_tokens, num_experts]`` float32.
+            renormalize: scale the chosen weights to sum to 1.
+
+        Returns:
+            ``topk_weights [num_tokens, top_k]`` float32, ``topk_ids [num_tokens, top_k]`` int32;
+            ties go to the lowest expert id.
+        """
 
     def pack_experts(self, w13: torch.Tensor, w2: torch.Tensor) -> Any:
         """Prepare local experts.

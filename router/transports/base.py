@@ -7,7 +7,10 @@ from typing import Protocol
 import torch
 
 from coterie.router.round import Round
-from coterie.router.state import SeatState
+from coterie.router.state import SeatState, StepKind
+
+GONE = SeatState(epoch=0, step=0, layer=0, kind=StepKind.IDLE)
+"""State of a dead seat: nobody waits for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +55,10 @@ class Transport(Protocol):
     ) -> int:
         """Send a round; return its sequence number. Copies its arguments.
 
+        The caller releases an old reply before it posts more than ``num_slots`` rounds.
+
         Raises:
-            RankDied: the peer is known to be gone, or no slot became free within the deadline.
+            RankDied: the peer is known to be gone.
         """
 
     def poll(self, peer: int) -> Round | None:
@@ -63,7 +68,11 @@ class Transport(Protocol):
         """Announce that ``round.out`` is complete. Never blocks."""
 
     def poll_reply(self, peer: int, sequence: int) -> torch.Tensor | None:
-        """``[num_tokens, hidden_size]`` float32 view, valid until ``release``, or None yet."""
+        """``[num_tokens, hidden_size]`` float32 view, valid until ``release``, or None yet.
+
+        Raises:
+            RankDied: the peer is gone, and the reply did not come before.
+        """
 
     def release(self, peer: int, sequence: int) -> None:
         """Give the slot of a consumed reply back."""
@@ -72,11 +81,15 @@ class Transport(Protocol):
         """Let every peer see where this seat is."""
 
     def peer_state(self, peer: int) -> SeatState:
-        """Last state published by ``peer``."""
+        """Last state published by ``peer``; ``GONE`` once it is dead."""
 
     def block(self, timeout_s: float, wake_fds: Sequence[int] = ()) -> bool:
         """Sleep until a doorbell or one of ``wake_fds`` is readable; True if one of the latter.
 
+        May return early. A round or reply that came since the last call ends it at once.
+
+        Raises:
+            RankDied: the link of a peer closed; once per peer.
         Blocks: at most ``timeout_s``.
         """
 

@@ -1,0 +1,1 @@
+"""The benchmark behind ``coterie bench``: workload, load generators, report, plot."""

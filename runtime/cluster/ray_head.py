@@ -1,0 +1,120 @@
+"""An own Ray head for one deployment: free ports, token, no dashboard, nothing in /dev/shm.
+
+Used by the keeper only. Every process of the head, the rank actors included, stays in the session
+of whoever started it, so ending that session ends all of it.
+"""
+
+import contextlib
+import ctypes
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from coterie.errors import PlacementError
+
+OBJECT_STORE_BYTES = 80_000_000
+"""Ray's minimum is 75 MB; no tensor of ours travels through it."""
+PR_SET_PDEATHSIG = 1
+
+
+class RayHead:
+    """The process ``ray start --head --block`` and what it starts."""
+
+    def __init__(self, folder: Path, num_cpus: int) -> None:
+        self._folder = folder
+        self._num_cpus = num_cpus
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> str:
+        """Start and wait until it is ready.
+
+        Returns:
+            Address for ``ray.init``.
+
+        Raises:
+            PlacementError: with what Ray printed.
+
+        Blocks: about 4 s; ends when the process ends. The caller keeps the deadline.
+        """
+        self._folder.mkdir(mode=0o700)
+        command = [
+            *(sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+            *("--node-ip-address", "127.0.0.1", "--port", "0"),
+            *("--include-dashboard", "false", "--include-log-monitor", "false", "--no-monitor"),
+            "--disable-usage-stats",
+            *("--num-cpus", str(self._num_cpus), "--num-gpus", "0"),
+            *("--object-store-memory", str(OBJECT_STORE_BYTES)),
+            # In the deployment's folder, so that nothing of it can be left in /dev/shm.
+            *("--plasma-directory", str(self._folder), "--temp-dir", str(self._folder)),
+        ]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | authentication(self._folder.parent),
+            preexec_fn=_end_with_parent,
+        )
+        assert self._process.stdout is not None
+        printed: list[str] = []
+        for line in self._process.stdout:
+            printed.append(line)
+            if "Ray runtime started" in line:
+                return (self._folder / "ray_current_cluster").read_text().strip()
+        raise PlacementError("the Ray head did not start:\n" + "".join(printed[-20:]))
+
+    def wait(self) -> None:
+        """Blocks until the head's process ended; reads what it prints so that it never blocks."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        for _ in self._process.stdout:
+            pass
+        self._process.wait()
+
+
+def authentication(runtime_dir: Path) -> dict[str, str]:
+    """Environment that makes Ray ask for and show this deployment's token.
+
+    Ray's servers listen on all interfaces and run what they are sent, so without the token any
+    host that reaches this one could run code here.
+    """
+    path = runtime_dir / "ray.token"
+    if not path.exists():
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+
+
+def session_members(session: int) -> list[int]:
+    """Pids of all live processes of a session, the leader included."""
+    members = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                fields = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()
+                if int(fields[3]) == session and fields[0] not in "ZX":
+                    members.append(int(name))
+    return members
+
+
+def end_session(session: int, deadline_s: float = 10.0, spare: int | None = None) -> None:
+    """Kill every process of a session but ``spare``. Blocks until they are gone."""
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        left = [pid for pid in session_members(session) if pid != spare]
+        if not left:
+            return
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _end_with_parent() -> None:
+    """If the keeper is killed, Ray's own supervisor gets SIGTERM and ends the rest."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,123 @@
+"""Ranks as Ray actors, through a keeper process that outlives the engine (see keeper)."""
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from coterie.errors import PlacementError
+from coterie.runtime.cluster.keeper_messages import (
+    KeeperMessage,
+    KillRank,
+    RankGone,
+    Started,
+    StartRanks,
+    StopAll,
+    to_engine,
+    to_line,
+)
+from coterie.runtime.cluster.launcher import DeathNotice
+from coterie.runtime.cluster.ray_head import end_session
+from coterie.runtime.messages import SeatAddress
+from coterie.runtime.spec import RankSpec
+
+MARGIN_S = 5.0
+"""What the keeper may take beyond the ranks' own deadline to end its Ray head."""
+
+
+class RayLauncher:
+    """Launcher over a keeper; one per deployment.
+
+    Args:
+        ray_address: an existing cluster, or None for an own head.
+    """
+
+    def __init__(self, ray_address: str | None, orphan_grace_s: float) -> None:
+        self._ray_address = ray_address
+        self._orphan_grace_s = orphan_grace_s
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._log: Path | None = None
+        self._answer: asyncio.Future[list[SeatAddress]] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._on_death: DeathNotice | None = None
+
+    async def start(
+        self, specs: Sequence[RankSpec], on_death: DeathNotice, deadline_s: float
+    ) -> list[SeatAddress]:
+        self._on_death = on_death
+        folder = Path(specs[0].runtime_dir)
+        self._log = folder / "keeper.log"
+        with open(self._log, "wb") as log:
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-P", "-m", "coterie.runtime.cluster.keeper"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        loop = asyncio.get_running_loop()
+        self._answer = loop.create_future()
+        lines = asyncio.StreamReader(limit=64 << 20)
+        await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(lines), self._keeper.stdout
+        )
+        self._reading = asyncio.create_task(self._read(lines))
+        order = StartRanks(
+            deployment=specs[0].deployment,
+            runtime_dir=str(folder),
+            ray_address=self._ray_address,
+            specs=list(specs),
+            orphan_grace_s=self._orphan_grace_s,
+            deadline_s=deadline_s,
+        )
+        await asyncio.to_thread(self._send, order)
+        try:
+            return await asyncio.wait_for(self._answer, deadline_s + MARGIN_S)
+        except TimeoutError:
+            raise PlacementError(f"Ray did not start ranks within {deadline_s:.0f} s") from None
+
+    async def _read(self, lines: asyncio.StreamReader) -> None:
+        assert self._answer is not None
+        assert self._on_death is not None
+        while line := await lines.readline():
+            message = to_engine(line)
+            if isinstance(message, RankGone):
+                self._on_death(message.seat, message.reason)
+            elif self._answer.done():
+                continue
+            elif isinstance(message, Started):
+                self._answer.set_result(message.addresses)
+            else:
+                self._answer.set_exception(PlacementError(message.detail))
+        if not self._answer.done():
+            text = self._log.read_text(errors="replace")[-2000:] if self._log else ""
+            self._answer.set_exception(PlacementError(f"the keeper of Ray ended: {text}"))
+
+    def _send(self, message: KeeperMessage) -> None:
+        if self._keeper is None or self._keeper.stdin is None:
+            return
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self._keeper.stdin.write(to_line(message))
+            self._keeper.stdin.flush()
+
+    async def kill(self, seat: int) -> None:
+        self._send(KillRank(seat=seat))
+
+    async def stop(self, deadline_s: float) -> None:
+        keeper = self._keeper
+        if keeper is None:
+            return
+        self._send(StopAll(deadline_s=max(deadline_s, 0.0)))
+        try:
+            await asyncio.to_thread(keeper.wait, max(deadline_s, 0.0) + MARGIN_S)
+        except subprocess.TimeoutExpired:
+            # Its own head is in its session; in a cluster of others this is the keeper alone.
+            await asyncio.to_thread(end_session, keeper.pid)
+            await asyncio.to_thread(keeper.wait)
+        if keeper.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                keeper.stdin.close()
+        if self._reading is not None:
+            await self._reading
