@@ -8,6 +8,7 @@ import torch
 from coterie.attention import numba_ops as ops
 from coterie.attention.kv_cache import KVPair, padded_head_dim
 from coterie.attention.metadata import ForwardBatch
+from coterie.experts.kernels.numba_cache import one_compiles
 from coterie.experts.kernels.scratch import Scratch, address
 
 
@@ -24,6 +25,10 @@ class NumbaAttention:
 
         Blocks: seconds on the first start of a machine, a fraction of one afterwards.
         """
+        with one_compiles():
+            self._run_everything(dtype, head_dim)
+
+    def _run_everything(self, dtype: torch.dtype, head_dim: int) -> None:
         shape = (1, 1, 16, padded_head_dim(head_dim))
         kv = (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
         positions, angles = torch.arange(2), torch.zeros(2, head_dim)

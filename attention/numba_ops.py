@@ -312,8 +312,8 @@ def attend(
     group, pitch = num_heads // num_kv_heads, num_heads * head_dim * 4
     heads = (num_heads, num_kv_heads, head_dim, columns)
     for request in range(num_reqs):
-        start = max(np.int64(read_i32(query_start_loc, request)), first_row)
-        end = min(np.int64(read_i32(query_start_loc, request + 1)), last_row)
+        start = max(read_i32(query_start_loc, request), first_row)
+        end = min(read_i32(query_start_loc, request + 1), last_row)
         if start >= end:
             continue
         table = block_table + request * table_width * 4
@@ -323,7 +323,7 @@ def attend(
         while start < end:
             shortest = read_i64(positions, start) + 1
             widest = group * (shortest + TILE_ROWS + 15) * 4
-            num = max(np.int64(1), min(scores_bytes // widest, min(TILE_ROWS, end - start)))
+            num = max(1, min(scores_bytes // widest, min(TILE_ROWS, end - start)))
             kv = (k, v, table, shortest + num - 1)
             at = start * pitch
             _attend_tile(

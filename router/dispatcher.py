@@ -105,9 +105,9 @@ class TokenDispatcher:
             sequence = self._transport.post(
                 peer,
                 layer,
-                hidden_states if index is None else hidden_states[index],
+                hidden_states if index is None else hidden_states.index_select(0, index),
                 torch.from_numpy(ids),
-                topk.topk_weights if index is None else topk.topk_weights[index],
+                topk.topk_weights if index is None else topk.topk_weights.index_select(0, index),
                 big=big,
             )
             outstanding.append(sequence)

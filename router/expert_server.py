@@ -178,14 +178,11 @@ class ExpertServer:
         if scratch is None or scratch[0].hidden_states.shape[0] < total:
             capacity = max(64, 1 << (total - 1).bit_length())
             scratch = self._scratch = _make_scratch(parts[0], capacity)
-        buffers, out = scratch
-        rows = Rows(
-            buffers.hidden_states[:total], buffers.topk_ids[:total], buffers.topk_weights[:total]
-        )
+        rows, out = _first(scratch, total)
         torch.cat([part.hidden_states for part in parts], out=rows.hidden_states)
         torch.cat([part.topk_ids for part in parts], out=rows.topk_ids)
         torch.cat([part.topk_weights for part in parts], out=rows.topk_weights)
-        return rows, out[:total].zero_()
+        return rows, out.zero_()
 
     def run_job_piece(self) -> bool:
         """The next one or two experts of the oldest big round; False if there is none."""
@@ -239,6 +236,12 @@ def _is_small(round: Round, layer: int) -> bool:
 
 def _rows_of(round: Round) -> Rows:
     return Rows(round.hidden_states, round.topk_ids, round.topk_weights)
+
+
+def _first(scratch: tuple[Rows, torch.Tensor], total: int) -> tuple[Rows, torch.Tensor]:
+    rows, out = scratch
+    cut = Rows(rows.hidden_states[:total], rows.topk_ids[:total], rows.topk_weights[:total])
+    return cut, out[:total]
 
 
 def _make_scratch(like: Rows, capacity: int) -> tuple[Rows, torch.Tensor]:

@@ -117,12 +117,14 @@ class TokenRouter:
     def begin_step(self, step: int, *, big: bool) -> None:
         """Enter a step; ``big`` steps (long prefill) are not waited for by anybody."""
         self._waiter.step = step
+        self._waiter.layer = 0
         self._step_start = time.perf_counter()
         self._passes_before = (self._counters.expert_passes, self._counters.merged_passes)
         self._publish(StepKind.BIG if big else StepKind.DECODE, 0)
 
     def enter_layer(self, layer: int) -> None:
         """Publish that this rank is about to compute what leads to MoE layer ``layer``."""
+        self._waiter.layer = layer
         if layer != self._layer:
             self._publish(self._kind, layer)
 
@@ -148,25 +150,30 @@ class TokenRouter:
         self._gate_tokens += np.bincount(
             topk.topk_ids.numpy().ravel() + 1, minlength=len(self._gate_tokens)
         )
-        rows = hidden_states.to(self._dtype)
-        num_tokens, max_rows = rows.shape[0], self._transport.max_rows
-        outputs = []
-        for first in range(0, num_tokens, max_rows):
-            last = min(first + max_rows, num_tokens)
-            part = TopKOutput(topk.topk_ids[first:last], topk.topk_weights[first:last])
-            outputs.append(self._exchange(layer, rows[first:last], part, last == num_tokens))
-        if not outputs:
-            self._publish(self._kind, layer + 1)
-            return torch.zeros_like(hidden_states)
+        output = self._exchange_all(layer, hidden_states.to(self._dtype), topk)
         waited = time.perf_counter() - start - (self._counters.kernel_s - kernel_before)
         if self._kind is StepKind.BIG:
             self._counters.big_exchange_s += waited
         else:
             self._counters.exchange_s += waited
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return output
+
+    def _exchange_all(self, layer: int, rows: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
+        """One exchange if the rows fit into a round, else one for each ``max_rows`` of them."""
+        num_tokens, max_rows = rows.shape[0], self._transport.max_rows
+        if 0 < num_tokens <= max_rows:
+            return self._exchange(layer, rows, topk, last=True)
+        outputs = [torch.zeros((0, rows.shape[1]), dtype=torch.float32)]
+        for first in range(0, num_tokens, max_rows):
+            last = min(first + max_rows, num_tokens)
+            part = TopKOutput(topk.topk_ids[first:last], topk.topk_weights[first:last])
+            outputs.append(self._exchange(layer, rows[first:last], part, last=last == num_tokens))
+        if not num_tokens:
+            self._publish(self._kind, layer + 1)
+        return torch.cat(outputs)
 
     def _exchange(
-        self, layer: int, rows: torch.Tensor, topk: TopKOutput, last: bool
+        self, layer: int, rows: torch.Tensor, topk: TopKOutput, *, last: bool
     ) -> torch.Tensor:
         """Dispatch, experts, combine for at most ``max_rows`` rows."""
         dispatcher = self._dispatcher
@@ -282,7 +289,6 @@ class TokenRouter:
     def _publish(self, kind: StepKind, layer: int) -> None:
         self._kind = kind
         self._layer = layer
-        self._waiter.layer = layer
         self._waiter.tick += 1
         # An idle rank is in no step; its word moves while it serves, as a sign of life.
         step = self._signs if kind is StepKind.IDLE else self._waiter.step

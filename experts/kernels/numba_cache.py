@@ -1,12 +1,15 @@
 """The decorator of every numba kernel: no GIL, compiled once per machine, cached on disk.
 
-Kernels take addresses and sizes (int64) and numbers (float64) only, so each has exactly one
-signature: two processes that compile it at the same time write the same bytes, atomically.
+Kernels take addresses and sizes (int64) and numbers (float64) only, so each has one signature:
+two processes that compile it at the same time write the same thing, atomically.
 """
 
+import fcntl
 import hashlib
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,26 @@ def _usable_cache_dir() -> Path | None:
 
 
 _CACHE_DIR = _usable_cache_dir()
+
+
+@contextmanager
+def one_compiles(deadline_s: float = 60.0) -> Iterator[None]:
+    """Let one process of this machine compile while the others wait to load its result.
+
+    Blocks: at most ``deadline_s``; after that this process compiles for itself, which is safe.
+    """
+    if _CACHE_DIR is None:
+        yield
+        return
+    with open(_CACHE_DIR / "lock", "w") as file:
+        give_up = time.monotonic() + deadline_s
+        while time.monotonic() < give_up:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:  # held by another process, or a file system without locks
+                time.sleep(0.02)
+        yield
 
 
 def kernel(function: Callable[..., Any]) -> Any:

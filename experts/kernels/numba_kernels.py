@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from coterie.experts.kernels import numba_ops as ops
+from coterie.experts.kernels.numba_cache import one_compiles
 from coterie.experts.kernels.scratch import Scratch, address
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
@@ -57,6 +58,10 @@ class NumbaKernels:
 
         Blocks: seconds on the first start of a machine, a fraction of one afterwards.
         """
+        with one_compiles():
+            self._run_everything(dtype)
+
+    def _run_everything(self, dtype: torch.dtype) -> None:
         x = torch.ones(2, 16)
         weight = torch.ones(16, 16, dtype=dtype)
         self.linear(x, self.pack_linear(weight))

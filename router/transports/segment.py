@@ -89,26 +89,63 @@ def map_words(fd: int, num_bytes: int, *, writable: bool = True) -> tuple[mmap.m
     return mapping, memoryview(mapping).cast("q")
 
 
+@dataclass(frozen=True, slots=True)
+class SlotViews:
+    """The first rows of one slot."""
+
+    hidden_states: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    reply: torch.Tensor
+
+
 class Segment:
-    """The views of one end of an ordered pair. ``fd`` stays owned by the caller."""
+    """The views of one end of an ordered pair. The descriptor stays owned by the caller."""
+
+    CACHED_ROWS = 64
+    """Views up to this many rows are kept: making them costs more than copying the rows."""
 
     def __init__(self, fd: int, shape: RoundShape) -> None:
         layout = SegmentLayout.of(shape)
         mapping, self.words = map_words(fd, layout.total_bytes)
         slots, rows, hidden, top_k = shape.num_slots, shape.max_rows, shape.hidden_size, shape.top_k
 
-        def view(offset: int, dtype: torch.dtype, width: int) -> list[torch.Tensor]:
+        def view(offset: int, dtype: torch.dtype, width: int) -> torch.Tensor:
             flat = torch.frombuffer(mapping, dtype=dtype, count=slots * rows * width, offset=offset)
-            return list(flat.view(slots, rows, width))
+            return flat.view(slots, rows, width)
 
-        # One [max_rows, width] tensor per slot. They keep the mapping alive.
-        self.hidden_states = view(layout.hidden_states, shape.dtype, hidden)
-        self.topk_weights = view(layout.topk_weights, torch.float32, top_k)
-        self.topk_ids = view(layout.topk_ids, torch.int32, top_k)
-        self.replies = view(layout.replies, torch.float32, hidden)
+        # The views keep the mapping alive.
+        self._whole: list[SlotViews] = [
+            SlotViews(*tensors)
+            for tensors in zip(
+                view(layout.hidden_states, shape.dtype, hidden),
+                view(layout.topk_ids, torch.int32, top_k),
+                view(layout.topk_weights, torch.float32, top_k),
+                view(layout.replies, torch.float32, hidden),
+                strict=True,
+            )
+        ]
+        self._cached: dict[tuple[int, int], SlotViews] = {}
         self.num_slots = slots
+
+    def slot(self, sequence: int, num_tokens: int) -> SlotViews:
+        """The first ``num_tokens`` rows of the slot that carries round ``sequence``."""
+        key = ((sequence - 1) % self.num_slots, num_tokens)
+        views = self._cached.get(key)
+        if views is None:
+            whole = self._whole[key[0]]
+            views = SlotViews(
+                whole.hidden_states[:num_tokens],
+                whole.topk_ids[:num_tokens],
+                whole.topk_weights[:num_tokens],
+                whole.reply[:num_tokens],
+            )
+            if num_tokens <= self.CACHED_ROWS:
+                self._cached[key] = views
+        return views
 
     def close(self) -> None:
         """Drop the views; the mapping goes with the last of them."""
-        self.hidden_states = self.topk_weights = self.topk_ids = self.replies = []
+        self._whole.clear()
+        self._cached.clear()
         self.words.release()

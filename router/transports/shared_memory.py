@@ -171,10 +171,10 @@ class SharedMemoryTransport:
         assert num_tokens <= self.max_rows, "the caller cuts rounds to max_rows"
         assert sequence - box.released <= box.segment.num_slots, "release a reply before posting"
         segment = box.segment
-        slot = (sequence - 1) % segment.num_slots
-        segment.hidden_states[slot][:num_tokens].copy_(hidden_states)
-        segment.topk_ids[slot][:num_tokens].copy_(topk_ids)
-        segment.topk_weights[slot][:num_tokens].copy_(topk_weights)
+        views = segment.slot(sequence, num_tokens)
+        views.hidden_states.copy_(hidden_states)
+        views.topk_ids.copy_(topk_ids)
+        views.topk_weights.copy_(topk_weights)
         words = segment.words
         word = seg.header_word(sequence, segment.num_slots)
         words[word + seg.EPOCH] = self.epoch
@@ -184,7 +184,7 @@ class SharedMemoryTransport:
         words[word + seg.NUM_TOKENS] = num_tokens
         words[word + seg.BIG] = big
         words[word + seg.KIND] = RoundKind.EXPERTS
-        box.num_tokens[slot] = num_tokens
+        box.num_tokens[sequence % segment.num_slots] = num_tokens
         box.posted = sequence
         self._announce(peer, words, seg.REQUEST, sequence)
         return sequence
@@ -223,8 +223,8 @@ class SharedMemoryTransport:
                 box.done = sequence
                 self.num_stale += 1
                 continue
-            slot = (sequence - 1) % segment.num_slots
             num_tokens = header[seg.NUM_TOKENS]
+            views = segment.slot(sequence, num_tokens)
             return Round(
                 header=RoundHeader(
                     epoch=header[seg.EPOCH],
@@ -235,10 +235,10 @@ class SharedMemoryTransport:
                     big=bool(header[seg.BIG]),
                     kind=RoundKind(header[seg.KIND]),
                 ),
-                hidden_states=segment.hidden_states[slot][:num_tokens],
-                topk_ids=segment.topk_ids[slot][:num_tokens],
-                topk_weights=segment.topk_weights[slot][:num_tokens],
-                out=segment.replies[slot][:num_tokens],
+                hidden_states=views.hidden_states,
+                topk_ids=views.topk_ids,
+                topk_weights=views.topk_weights,
+                out=views.reply,
             )
         return None
 
@@ -257,8 +257,8 @@ class SharedMemoryTransport:
                 raise self._died(peer)
             return None
         self._fence()
-        slot = (sequence - 1) % box.segment.num_slots
-        return box.segment.replies[slot][: box.num_tokens[slot]]
+        num_tokens = box.num_tokens[sequence % box.segment.num_slots]
+        return box.segment.slot(sequence, num_tokens).reply
 
     def release(self, peer: int, sequence: int) -> None:
         box = self._out[peer]

@@ -14,7 +14,7 @@ from rich.console import Console
 import coterie
 from coterie.errors import ConfigError, RuntimeFailure
 from coterie.runtime.api.cli_flags import engine_flags, model_argument
-from coterie.runtime.api.cli_output import StartProgress
+from coterie.runtime.api.cli_output import StartProgress, table_console
 from coterie.runtime.bench import report
 from coterie.runtime.bench.load import Target, engine_target, http_target, run_load
 from coterie.runtime.bench.plot import write_plot
@@ -134,7 +134,7 @@ async def _sweep(
         "coterie": coterie.__version__,
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
     }
-    report.print_table(figures, Console())
+    report.print_table(figures, table_console())
     base = Path(args.output)
     base.parent.mkdir(parents=True, exist_ok=True)
     report.write_json(base.with_name(f"{base.name}.json"), settings, figures)

@@ -56,10 +56,10 @@ def _generate(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> Any
 
 
 def _write(results: IO[str], result: Any, as_json: bool) -> None:
-    for choice in result.choices:
+    for choice in result.outputs:
         if as_json:
             line = {
-                "prompt_token_ids": result.prompt_token_ids,
+                "prompt_token_ids": list(result.prompt_token_ids),
                 "token_ids": choice.token_ids,
                 "text": choice.text,
                 "finish_reason": choice.finish_reason,

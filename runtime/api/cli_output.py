@@ -64,3 +64,8 @@ def clean_stdout() -> Iterator[IO[str]]:
         sys.stdout.flush()
         os.dup2(saved, 1)
         os.close(saved)
+
+
+def table_console() -> Console:
+    """For tables on stdout: as wide as the terminal, or wide enough for any table in a file."""
+    return Console() if sys.stdout.isatty() else Console(width=160)

@@ -144,8 +144,9 @@ def _say_ready(args: argparse.Namespace, engine: AsyncEngine, rpc_socket: socket
     if engine.tokenizer is None or not engine.tokenizer.has_chat_template:
         path, body = "completions", f'{{"model": "{model}", "prompt": [1, 2, 3]}}'
     rpc_port = rpc_socket.getsockname()[1]
-    print(f"curl {url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{body}'")
-    print(f"Coterie is ready: {model} on {url} (HTTP) and {host}:{rpc_port} (RPC)", flush=True)
+    curl = f"curl {url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{body}'"
+    ready = f"Coterie is ready: {model} on {url} (HTTP) and {host}:{rpc_port} (RPC)"
+    print(f"{ready}\n{curl}", flush=True)
 
 
 async def _until_stopped(

@@ -5,10 +5,10 @@ import json
 from typing import Any
 
 import httpx
-from rich.console import Console
 from rich.table import Table
 
 from coterie.errors import EngineDead, RuntimeFailure
+from coterie.runtime.api.cli_output import table_console
 
 _TIMEOUT_S = 10.0
 
@@ -42,8 +42,11 @@ def fetch_json(url: str, path: str, api_key: str | None) -> dict[str, Any]:
 
 def show(status: dict[str, Any]) -> None:
     requests = status["requests"]
-    console = Console()
-    console.print(f"epoch {status['epoch']}, layout {status['layout']}", markup=False)
+    console = table_console()
+    layout = status["layout"]
+    if isinstance(layout, dict):
+        layout = ", ".join(f"{name} {value}" for name, value in layout.items())
+    console.print(f"epoch {status['epoch']}, layout: {layout}", markup=False, soft_wrap=True)
     table = Table("seat", "roles", "pid", "node", "state", "step", "last commit", "KV blocks free")
     table.add_column("experts")
     for rank in status["ranks"]:

@@ -320,8 +320,8 @@ async def _whole(outputs: AsyncIterator[RequestOutput]) -> Generation:
     async with aclosing(outputs) as items:  # type: ignore[type-var]
         async for output in items:
             _add(result, choices, output)
-    result.choices = [choices[index] for index in sorted(choices)]
-    if not result.choices:
+    result.outputs = [choices[index] for index in sorted(choices)]
+    if not result.outputs:
         raise CoterieError("the server sent no output")
     return result
 

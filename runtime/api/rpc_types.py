@@ -83,18 +83,18 @@ class Generation(msgspec.Struct, kw_only=True):
 
     request_id: str
     prompt_token_ids: list[int] = []
-    choices: list[GeneratedChoice] = []
+    outputs: list[GeneratedChoice] = []
     num_cached_tokens: int = 0
 
     @property
     def text(self) -> str:
         """Text of the first choice."""
-        return self.choices[0].text
+        return self.outputs[0].text
 
     @property
     def token_ids(self) -> list[int]:
-        return self.choices[0].token_ids
+        return self.outputs[0].token_ids
 
     @property
     def finish_reason(self) -> str | None:
-        return self.choices[0].finish_reason
+        return self.outputs[0].finish_reason

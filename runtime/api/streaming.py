@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request, Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from coterie.errors import CoterieError
@@ -56,7 +57,7 @@ async def answer(request: Request, work: Coroutine[Any, Any, Response]) -> Respo
     return Response(status_code=CLIENT_GONE) if response is None else response
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Sends events as they come; an error after the first event is an event itself.
 
     Args:
@@ -68,7 +69,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncIterator[bytes], sources: list[AsyncIterator[Any]]) -> None:
-        super().__init__(headers=_HEADERS)
+        super().__init__(events, headers=_HEADERS)
         self._events, self._sources = events, sources
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -6,7 +6,7 @@ carries nothing but heartbeats, which a busy main loop of the rank cannot hold u
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -38,8 +38,7 @@ class _Frames(asyncio.Protocol):
         self._buffer = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
 
     def data_received(self, data: bytes) -> None:
         if self._buffer:
@@ -75,6 +74,7 @@ class RankConnection:
     def __init__(self, seat: int, frames: _Frames) -> None:
         self.seat = seat
         self._frames = frames
+        self._early: list[bytes] = []
         self._decoder: msgspec.msgpack.Decoder[RankMessage] = codec.decoder(RankMessage)
 
     @staticmethod
@@ -105,8 +105,10 @@ class RankConnection:
         connection = RankConnection(address.seat, frames)
         try:
             async with asyncio.timeout(deadline_s):
+                # Before connecting: the rank speaks first, and at once.
+                replies = connection._collect()
                 await _connect(address, frames)
-                await connection._prove(token, purpose, generation, versions)
+                await connection._prove(replies, token, purpose, generation, versions)
         except TimeoutError:
             connection.close()
             raise PlacementError(
@@ -122,16 +124,37 @@ class RankConnection:
         decoder = connection._decoder
         frames.receive = lambda body: on_message(codec.decode(decoder, body))
         frames.lost = lambda reason: on_lost(address.seat, reason)
+        if frames.transport is None or frames.transport.is_closing():
+            raise HandshakeError(f"rank {address.seat} closed the connection after the handshake")
+        for body in connection._early:
+            on_message(codec.decode(decoder, body))
+        connection._early.clear()
         return connection
 
-    async def _prove(
-        self, token: bytes, purpose: str, generation: int, versions: dict[str, str]
-    ) -> None:
+    def _collect(self) -> "asyncio.Queue[Any]":
+        """Handshake messages as they come, or the error that ended the connection."""
         replies: asyncio.Queue[Any] = asyncio.Queue()
         decoder: msgspec.msgpack.Decoder[Any] = codec.decoder(handshake.HANDSHAKE)
-        self._frames.receive = lambda body: replies.put_nowait(codec.decode(decoder, body))
-        self._frames.lost = lambda reason: replies.put_nowait(HandshakeError(reason))
 
+        def receive(body: memoryview) -> None:
+            message = codec.decode(decoder, body)
+            replies.put_nowait(message)
+            if isinstance(message, handshake.Welcome):
+                # What follows is no handshake, and may follow before anybody reads the Welcome.
+                self._frames.receive = lambda later: self._early.append(bytes(later))
+
+        self._frames.receive = receive
+        self._frames.lost = lambda reason: replies.put_nowait(HandshakeError(reason))
+        return replies
+
+    async def _prove(
+        self,
+        replies: "asyncio.Queue[Any]",
+        token: bytes,
+        purpose: str,
+        generation: int,
+        versions: dict[str, str],
+    ) -> None:
         async def reply() -> Any:
             answer = await replies.get()
             if isinstance(answer, HandshakeError):

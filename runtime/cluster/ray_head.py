@@ -7,6 +7,7 @@ of whoever started it, so ending that session ends all of it.
 import contextlib
 import ctypes
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -19,14 +20,22 @@ from coterie.errors import PlacementError
 OBJECT_STORE_BYTES = 80_000_000
 """Ray's minimum is 75 MB; no tensor of ours travels through it."""
 PR_SET_PDEATHSIG = 1
+ADDRESS = re.compile(r"--address='([^']+)'")
+"""In the hint that Ray prints, once it is up, on how to add a node."""
 
 
 class RayHead:
-    """The process ``ray start --head --block`` and what it starts."""
+    """The process ``ray start --head --block`` and what it starts.
 
-    def __init__(self, folder: Path, num_cpus: int) -> None:
+    Args:
+        folder: made here, for all of Ray's files; the token lies beside it.
+        new_session: give it a session of its own instead of the caller's.
+    """
+
+    def __init__(self, folder: Path, num_cpus: int, *, new_session: bool = False) -> None:
         self._folder = folder
         self._num_cpus = num_cpus
+        self._new_session = new_session
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> str:
@@ -59,14 +68,19 @@ class RayHead:
             text=True,
             env=os.environ | authentication(self._folder.parent),
             preexec_fn=_end_with_parent,
+            start_new_session=self._new_session,
         )
         assert self._process.stdout is not None
         printed: list[str] = []
         for line in self._process.stdout:
             printed.append(line)
-            if "Ray runtime started" in line:
-                return (self._folder / "ray_current_cluster").read_text().strip()
+            if found := ADDRESS.search(line):
+                return found[1]
         raise PlacementError("the Ray head did not start:\n" + "".join(printed[-20:]))
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
 
     def wait(self) -> None:
         """Blocks until the head's process ended; reads what it prints so that it never blocks."""

@@ -7,6 +7,7 @@ whichever comes first.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ from coterie.runtime.spec import RankSpec
 ProgressCallback = Callable[[str, int, int], None]
 """Called with (stage, done, total), summed over ranks."""
 STATUS_TIMEOUT_S = 2.0
+DEATH_NOTICE_S = 0.2
+"""How long a launcher's notice of a death may take after its sockets closed."""
 SUSPECT_FACTOR = 2.0
 """Heartbeat silence or standstill, in units of fault_s, after which a rank counts as dead: twice,
 so that the ranks' own detection, which knows more, comes first."""
@@ -93,6 +96,7 @@ class Supervisor:
         self._watch: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
+        self._death = asyncio.Event()
 
     async def start(self) -> None:
         """Launch all ranks, let them meet and load.
@@ -111,7 +115,7 @@ class Supervisor:
         self._report("start ranks", 0, len(specs))
         for address in await self._launcher.start(specs, self._on_process_gone, left()):
             self.seats[address.seat].address = address
-        await asyncio.gather(*(self._connect(seat, left()) for seat in self.seats.values()))
+        await self._connect_all(left)
         self._report("start ranks", len(specs), len(specs))
         members = [seat.address for seat in self.seats.values() if seat.address]
         await self._all(Join(self.epoch, members, left()), Joined, left())
@@ -134,6 +138,18 @@ class Supervisor:
             seat.heartbeat_at_s = seat.progress_at_s = now
         loop = asyncio.get_running_loop()
         self._watch = loop.call_later(self._timeouts.fault_s / 2, self._check)
+
+    async def _connect_all(self, left: Callable[[], float]) -> None:
+        try:
+            await asyncio.gather(*(self._connect(seat, left()) for seat in self.seats.values()))
+        except RuntimeFailure:
+            # If the rank is dead, how it ended says more than a closed connection.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._death.wait(), DEATH_NOTICE_S)
+            lost = [seat.lost for seat in self.seats.values() if seat.lost is not None]
+            if lost:
+                raise lost[0] from None
+            raise
 
     async def _connect(self, seat: Seat, deadline_s: float) -> None:
         if seat.address is None:
@@ -267,7 +283,7 @@ class Supervisor:
         # The launcher's notice, if it comes at once, says more than "connection closed".
         loop = asyncio.get_running_loop()
         seat = self.seats[number]
-        loop.call_later(0.1, self._lose, seat, RankDied(f"rank {number} died: {reason}"))
+        loop.call_later(DEATH_NOTICE_S, self._lose, seat, RankDied(f"rank {number} died: {reason}"))
 
     def _on_process_gone(self, number: int, reason: str) -> None:
         self._lose(self.seats[number], RankDied(f"rank {number} died: {reason}"))
@@ -276,6 +292,7 @@ class Supervisor:
         if seat.lost is not None or self._stopping:
             return
         seat.lost = error
+        self._death.set()
         if seat.waiter is not None and not seat.waiter.done():
             seat.waiter.set_exception(error)
             seat.waiter.exception()  # may have no reader any more

@@ -87,7 +87,7 @@ def rank_counters(supervisor: Supervisor) -> dict[str, float | dict[int, float]]
             continue
         gauges = {
             "kv_blocks_free": known.kv_blocks_free,
-            "kv_blocks_total_blocks": known.kv_blocks_total,
+            "kv_blocks_capacity": known.kv_blocks_total,
             "expert_tokens_total": sum(known.expert_tokens),
         }
         for name, value in (gauges | known.counters).items():

@@ -6,6 +6,7 @@ one dials. Links end up blocking and are handed to a transport.
 """
 
 import contextlib
+import glob
 import importlib.metadata
 import os
 import platform
@@ -13,7 +14,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -27,6 +28,7 @@ from coterie.runtime.spec import RankSpec
 
 HANDSHAKE_S = 5.0
 _LONGEST_PATH_BYTES = 107
+_GIVE_UP_CHECK_S = 0.2
 
 
 class Ping(Message, tag=68, frozen=True):
@@ -76,6 +78,17 @@ def read_body(sock: socket.socket) -> bytes:
     return read_exactly(sock, codec.body_length(read_exactly(sock, codec.HEADER.size)))
 
 
+def anyone_listens(runtime_dir: str) -> bool:
+    """Whether a rank of this deployment is alive; a killed one leaves its socket file behind."""
+    for path in glob.glob(os.path.join(glob.escape(runtime_dir), "seat-*.sock")):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(HANDSHAKE_S)
+            with contextlib.suppress(OSError):
+                probe.connect(path)
+                return True
+    return False
+
+
 class Listener:
     """The one socket of a rank, ``seat-N.sock`` in the deployment's private folder."""
 
@@ -86,6 +99,8 @@ class Listener:
         self._versions = versions(spec)
         self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._changed = threading.Condition()
+        self.on_newer_epoch: Callable[[int], None] | None = None
+        """Called on the listener's thread when a peer comes with an epoch not adopted yet."""
         self._epoch = 0
         self._generation = 0
         self._others: list[Accepted] = []
@@ -131,11 +146,11 @@ class Listener:
                 self._peers.pop(key).close()
 
     def wait_peers(
-        self, epoch: int, seats: Sequence[int], deadline: float
+        self, epoch: int, seats: Sequence[int], deadline: float, give_up: Callable[[], bool]
     ) -> dict[int, socket.socket]:
         """Links that ``seats`` opened for ``epoch``.
 
-        Blocks: until all are there or ``deadline`` (time.monotonic()).
+        Blocks: until all are there, ``deadline`` (time.monotonic()) or ``give_up()``.
 
         Raises:
             RankDied: names the seats that did not come.
@@ -144,7 +159,8 @@ class Listener:
         with self._changed:
             while not wanted <= self._peers.keys():
                 left = deadline - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
+                self._changed.wait(max(0.0, min(left, _GIVE_UP_CHECK_S)))
+                if left <= 0 or give_up():
                     missing = sorted(seat for _, seat in wanted - self._peers.keys())
                     raise RankDied(
                         f"seat {self._spec.seat}: no link from seats {missing} for epoch {epoch}"
@@ -176,7 +192,10 @@ class Listener:
             ready = {fd for fd, _ in poll.poll()}
             if self._stop_fd in ready:
                 return
-            conn, _ = self._sock.accept()
+            try:
+                conn, _ = self._sock.accept()
+            except OSError:
+                continue  # The caller gave up, or there are no descriptors now.
             try:
                 self._serve(conn)
             except (OSError, ProtocolError):
@@ -202,6 +221,8 @@ class Listener:
         conn.settimeout(None)
         with self._changed:
             if message.purpose == "peer":
+                if message.epoch > self._epoch and self.on_newer_epoch is not None:
+                    self.on_newer_epoch(message.epoch)
                 old = self._peers.pop((message.epoch, message.seat), None)
                 self._peers[message.epoch, message.seat] = conn
                 if old is not None:
@@ -285,10 +306,11 @@ def connect_peers(
     epoch: int,
     members: Sequence[SeatAddress],
     deadline_s: float,
+    give_up: Callable[[], bool],
 ) -> dict[int, socket.socket]:
     """Preflight of an epoch: a proven link to every other member.
 
-    Blocks: up to ``deadline_s``.
+    Blocks: up to ``deadline_s``, or until ``give_up()``, which is asked now and then.
 
     Raises:
         RankDied, HandshakeError: name both seats.
@@ -300,7 +322,7 @@ def connect_peers(
             if member.seat > spec.seat:
                 links[member.seat] = dial(spec, member, epoch, deadline)
         lower = [member.seat for member in members if member.seat < spec.seat]
-        links |= listener.wait_peers(epoch, lower, deadline)
+        links |= listener.wait_peers(epoch, lower, deadline, give_up)
     except Exception:
         for link in links.values():
             link.close()

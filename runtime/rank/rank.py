@@ -7,7 +7,6 @@ engine has been gone for the orphan grace.
 
 import contextlib
 import gc
-import glob
 import logging
 import os
 import select
@@ -16,14 +15,14 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 
 import psutil
 import torch
 
 from coterie import errors
-from coterie.attention.block_pool import BlockPool
 from coterie.attention.models.config import ModelConfig
-from coterie.errors import EpochChanged, RankDied
+from coterie.errors import EngineDead, EpochChanged, RankDied
 from coterie.router.token_router import TokenRouter
 from coterie.router.transports.base import Transport
 from coterie.runtime.messages import (
@@ -42,15 +41,14 @@ from coterie.runtime.messages import (
     Serve,
     Stop,
 )
-from coterie.runtime.rank.cost_model import CostModel
 from coterie.runtime.rank.engine_link import EngineLink, EngineMessage
 from coterie.runtime.rank.epoch import make_transport
 from coterie.runtime.rank.heartbeat import HeartbeatThread, Vitals
 from coterie.runtime.rank.model_runner import LocalModel
-from coterie.runtime.rank.peers import Listener, connect_peers
-from coterie.runtime.rank.scheduler import Scheduler
+from coterie.runtime.rank.peers import Listener, anyone_listens, connect_peers
 from coterie.runtime.rank.status import rank_status
 from coterie.runtime.rank.step_loop import StepLoop
+from coterie.runtime.rank.warming import load
 from coterie.runtime.spec import RankSpec
 
 IDLE_S = 0.5
@@ -76,6 +74,7 @@ class Rank:
         self._heartbeat = HeartbeatThread(self._vitals)
         self._link: EngineLink | None = None
         self._alone_since = 0.0
+        self._inbox: deque[EngineMessage] = deque()
         self._members: list[SeatAddress] = []
         self._model: LocalModel | None = None
         self._transport: Transport | None = None
@@ -159,8 +158,9 @@ class Rank:
         self._take_connections()
         link = self._link
         if link is not None:
-            for message in link.receive():
-                self._handle(message)
+            self._inbox += link.receive()
+            while self._inbox:
+                self._handle(self._inbox.popleft())
             link.flush()
         if self._stopping or self._is_orphan():
             return
@@ -244,10 +244,16 @@ class Rank:
         _log.warning("seat %d: no engine for %.1f s, ending", self.spec.seat, grace_s)
         self._stopping = True
         self._listener.close()
-        if not glob.glob(os.path.join(glob.escape(self.spec.runtime_dir), "*.sock")):
+        if not anyone_listens(self.spec.runtime_dir):
             # The last orphan; nobody else is left to remove the folder.
             shutil.rmtree(self.spec.runtime_dir, ignore_errors=True)
         return True
+
+    def _is_unwanted(self) -> bool:
+        """In the midst of joining or loading: whether there is no point in going on."""
+        if self._link is not None:
+            self._inbox += self._link.receive()
+        return not self._engine_here or any(isinstance(m, Stop) for m in self._inbox)
 
     def _send(self, message: Message) -> None:
         if self._link is not None:
@@ -330,7 +336,9 @@ class Rank:
         if self._model is None:
             self._model = LocalModel(spec, ModelConfig.from_hf(spec.model_dir))
         deadline_s = message.deadline_s
-        links = connect_peers(spec, self._listener, message.epoch, message.members, deadline_s)
+        links = connect_peers(
+            spec, self._listener, message.epoch, message.members, deadline_s, self._is_unwanted
+        )
         transport = make_transport(
             spec,
             self._model.config,
@@ -352,52 +360,21 @@ class Rank:
         if model is None or transport is None or self._router is not None:
             raise errors.ProtocolError(f"seat {spec.seat}: Load must follow Join, once")
         self._vitals.state = "warming"
-        start, rss = time.perf_counter(), psutil.Process().memory_info().rss
-        model.load_experts(self._progress)
-        router = TokenRouter(
-            seat=spec.seat,
-            placement=spec.placement,
-            attention_seats=spec.attention_seats,
-            transport=transport,
-            experts=model.experts,
-            moe=model.config.moe,
-            dtype=model.dtype,
-            fault_s=spec.config.timeouts.fault_s,
-        )
-        if "attention" in spec.roles:
-            self._loop = self._make_loop(model, router)
+        start, rss_bytes = time.perf_counter(), psutil.Process().memory_info().rss
+        router, self._loop = load(spec, model, transport, self._members, self._progress, self._send)
         self._router = self._vitals.router = router
-        # Weights and code live as long as the process: no collection needs to look at them, and
-        # none may start inside a step.
-        gc.collect()
-        gc.freeze()
-        gc.disable()
+        self._listener.on_newer_epoch = router.fence
         self._send(
             Loaded(
                 seat=spec.seat,
                 num_blocks=self._loop.runner.num_blocks if self._loop is not None else 0,
-                weight_bytes=max(psutil.Process().memory_info().rss - rss, 0),
+                weight_bytes=max(psutil.Process().memory_info().rss - rss_bytes, 0),
                 load_s=time.perf_counter() - start,
             )
-        )
-
-    def _make_loop(self, model: LocalModel, router: TokenRouter) -> StepLoop:
-        spec = self.spec
-        nodes = {member.seat: member.node for member in self._members}
-        here = nodes[spec.seat]
-        num_ranks_here = sum(nodes.get(seat) == here for seat in spec.attention_seats)
-        runner = model.load_runner(router, num_ranks_here, self._progress)
-        cache = spec.config.cache
-        pool = BlockPool(
-            runner.num_blocks,
-            cache.block_size,
-            enable_prefix_caching=cache.enable_prefix_caching,
-        )
-        scheduler = Scheduler(pool, spec.config.scheduler, spec.max_model_len, CostModel())
-        return StepLoop(
-            seat=spec.seat, scheduler=scheduler, runner=runner, router=router, send=self._send
         )
 
     def _progress(self, stage: str, done: int, total: int) -> None:
         self._vitals.tick += 1
         self._send(Progress(self.spec.seat, stage, done, total))
+        if self._is_unwanted() or self._is_orphan():
+            raise EngineDead(f"seat {self.spec.seat}: nobody waits for it to load any more")

@@ -44,9 +44,7 @@ class StepLoop:
         self.last_commit_s: float | None = None
         """time.monotonic() of the last commit."""
         self._send = send
-        self._counts = dict.fromkeys(
-            ("steps", "prefill_tokens", "decode_tokens", "output_tokens"), 0
-        )
+        self._counts = dict.fromkeys(("prefill_tokens", "decode_tokens", "output_tokens"), 0)
         self._forward_s = 0.0
         self._sample_s = 0.0
 
@@ -107,7 +105,6 @@ class StepLoop:
         self._sample_s += handle.sample_s
         counts = self._counts
         num_decodes = sum(entry.decode for entry in handle.output.requests)
-        counts["steps"] += 1
         counts["decode_tokens"] += num_decodes
         counts["prefill_tokens"] += handle.output.num_tokens - num_decodes
         counts["output_tokens"] += len(outputs)

@@ -52,7 +52,8 @@ class RpcConnection:
             EngineDead: nobody answers there.
         """
         try:
-            reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                reader, writer = await asyncio.open_connection(host, port)
         except (OSError, TimeoutError) as error:
             raise EngineDead(f"no Coterie RPC server at {host}:{port}: {error}") from error
         writer.write(codec.encode(RpcOpen(api_key=api_key)))
@@ -68,7 +69,8 @@ class RpcConnection:
         self._fail(RpcEnd(0, Status.CANCELLED, "the client was closed"))
         self._writer.close()
         with contextlib.suppress(OSError, TimeoutError):
-            await asyncio.wait_for(self._writer.wait_closed(), 1.0)
+            async with asyncio.timeout(1.0):
+                await self._writer.wait_closed()
 
     async def unary(
         self, method: str, payload: Any, reply: type[_T] | Any, timeout_s: float | None
@@ -149,8 +151,7 @@ class RpcConnection:
             await self._writer.drain()
         except ConnectionError:
             # The reader knows better why: the server may have said so before it closed.
-            with contextlib.suppress(asyncio.CancelledError, TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._task), 1.0)
+            await asyncio.wait({self._task}, timeout=1.0)
             raise error_of(self._lost or _lost("the server closed the connection")) from None
 
     async def _receive(self) -> None:

@@ -160,7 +160,8 @@ class _Connection:
             await asyncio.wait(tasks, timeout=self._limits.open_s)
         self._writer.close()
         with contextlib.suppress(OSError, TimeoutError):
-            await asyncio.wait_for(self._writer.wait_closed(), 1.0)
+            async with asyncio.timeout(1.0):
+                await self._writer.wait_closed()
 
     async def refuse(self, status: Status, detail: str, retry_after_s: float | None = None) -> None:
         """End the connection with a reason."""
@@ -179,7 +180,8 @@ class _Connection:
 
     async def _authenticate(self, api_key: str) -> None:
         try:
-            first = await asyncio.wait_for(self._read(), self._limits.open_s)
+            async with asyncio.timeout(self._limits.open_s):
+                first = await self._read()
         except TimeoutError as error:
             raise HandshakeError("no API key arrived in time") from error
         offered = first.api_key if isinstance(first, RpcOpen) else None
@@ -254,7 +256,8 @@ class _Connection:
     async def _window(self, call: _Call) -> None:
         while call.credit == 0:
             call.granted.clear()
-            await asyncio.wait_for(call.granted.wait(), self._limits.stall_s)
+            async with asyncio.timeout(self._limits.stall_s):
+                await call.granted.wait()
         call.credit -= 1
 
     async def _send(self, frame: Any) -> None:
@@ -262,7 +265,9 @@ class _Connection:
             raise ConnectionResetError("the client left")
         self._writer.write(codec.encode(frame))
         try:
-            await asyncio.wait_for(self._writer.drain(), self._limits.stall_s)
+            # Not wait_for: before Python 3.12 it can swallow a cancellation.
+            async with asyncio.timeout(self._limits.stall_s):
+                await self._writer.drain()
         except TimeoutError:
             self._writer.transport.abort()
             raise

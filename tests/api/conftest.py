@@ -63,6 +63,7 @@ class ScriptedEngine:
             raise InvalidRequest("the prompt is longer than the model allows", "prompt")
         with self.changed:
             self.open.add(request.request_id)
+            self.changed.notify_all()
         return ScriptedStream(self, request, prompt)
 
     async def abort(self, request_id: str) -> None:

@@ -120,7 +120,11 @@ def test_every_folder_is_a_package() -> None:
 
 
 def test_test_file_names_are_unique() -> None:
-    names = [path.name for path in python_files() if path.relative_to(ROOT).parts[0] == "tests"]
+    names = [
+        path.name
+        for path in python_files()
+        if path.relative_to(ROOT).parts[0] == "tests" and path.name != "conftest.py"
+    ]
     assert len(names) == len(set(names))
     assert "__init__.py" not in names
 
