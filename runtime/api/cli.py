@@ -39,7 +39,10 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=text, description=text, parents=[common])
+        # Abbreviations would make every new flag a risk for commands that work today.
+        return commands.add_parser(
+            name, help=text, description=text, parents=[common], allow_abbrev=False
+        )
 
     _add_serve(command("serve", "Serve a model over HTTP and RPC."))
     _add_generate(command("generate", "Complete prompts with an engine of its own."))
@@ -112,7 +115,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-eos", action="store_true")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT")
     parser.add_argument("--stop-token-ids", type=token_ids, default=[], metavar="1,2")
-    parser.add_argument("--sampling-seed", type=int, help="seed of every request")
+    parser.add_argument("--sampling-seed", type=int, help="of every request; default: --seed")
     add_engine_flags(parser)
 
 

@@ -10,7 +10,7 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
@@ -24,7 +24,7 @@ from coterie.runtime.api.client import AsyncClient
 from coterie.runtime.request import GenerateRequest, SamplingParams
 
 Messages = list[dict[str, Any]]
-Ask = Callable[[Messages], AsyncIterator[str]]
+Ask = Callable[[Messages], AsyncGenerator[str, None]]
 _CONNECT_S = 10.0
 _READ_S = 300.0
 
@@ -78,7 +78,7 @@ async def _answer(ask: Ask, messages: Messages) -> str:
     pieces: list[str] = []
 
     async def follow() -> None:
-        async with aclosing(ask(messages)) as deltas:  # type: ignore[type-var]
+        async with aclosing(ask(messages)) as deltas:
             async for delta in deltas:
                 pieces.append(delta)
                 print(delta, end="", flush=True)
@@ -137,7 +137,7 @@ async def _ask_own_engine(args: argparse.Namespace, stack: AsyncExitStack) -> As
     stack.push_async_callback(engine.shutdown, config.timeouts.shutdown_s)
     frontend, params = Frontend(engine), sampling_params(args)
 
-    async def ask(messages: Messages) -> AsyncIterator[str]:
+    async def ask(messages: Messages) -> AsyncGenerator[str, None]:
         token_ids = await frontend.chat_token_ids(messages)
         request = GenerateRequest(
             request_id=f"chat-{len(messages)}",
@@ -145,7 +145,7 @@ async def _ask_own_engine(args: argparse.Namespace, stack: AsyncExitStack) -> As
             sampling_params=params,
         )
         outputs = await frontend.submit(request)
-        async with aclosing(outputs) as items:  # type: ignore[type-var]
+        async with aclosing(outputs) as items:
             async for output in items:
                 yield output.text
 
@@ -160,9 +160,9 @@ async def _ask_rpc(args: argparse.Namespace, stack: AsyncExitStack) -> Ask:
     await stack.enter_async_context(client)
     params = sampling_params(args)
 
-    async def ask(messages: Messages) -> AsyncIterator[str]:
+    async def ask(messages: Messages) -> AsyncGenerator[str, None]:
         outputs = client.chat_stream(messages, sampling_params=params)
-        async with aclosing(outputs) as items:  # type: ignore[type-var]
+        async with aclosing(outputs) as items:
             async for output in items:
                 yield output.text
 
@@ -184,7 +184,7 @@ async def _ask_http(args: argparse.Namespace, stack: AsyncExitStack) -> Ask:
         "stream": True,
     }
 
-    async def ask(messages: Messages) -> AsyncIterator[str]:
+    async def ask(messages: Messages) -> AsyncGenerator[str, None]:
         body = fields | {"messages": messages}
         try:
             async with client.stream("POST", f"{url}/v1/chat/completions", json=body) as reply:

@@ -34,7 +34,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         top_k=args.top_k,
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
-        seed=args.sampling_seed,
+        seed=args.sampling_seed if args.sampling_seed is not None else getattr(args, "seed", None),
         max_tokens=args.max_tokens,
         min_tokens=args.min_tokens,
         stop=tuple(args.stop),

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from typing import IO, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 
 class StartProgress:
@@ -25,7 +32,7 @@ class StartProgress:
             TimeElapsedColumn(),
             console=self._console,
         )
-        self._tasks: dict[str, int] = {}
+        self._tasks: dict[str, TaskID] = {}
         self._said: set[str] = set()
 
     def __enter__(self) -> Self:
@@ -45,7 +52,7 @@ class StartProgress:
             return
         if stage not in self._tasks:
             self._tasks[stage] = self._bars.add_task(stage, total=total)
-        self._bars.update(self._bars.tasks[self._tasks[stage]].id, completed=done, total=total)
+        self._bars.update(self._tasks[stage], completed=done, total=total)
 
 
 @contextlib.contextmanager

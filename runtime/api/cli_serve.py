@@ -26,6 +26,8 @@ from coterie.runtime.rpc.server import RpcServer
 
 _WATCH_S = 1.0
 _TEARDOWN_SHARE = 0.3  # of the deadline, kept for ending the ranks
+_FLUSH_S = 1.0  # for answers that are complete but not yet sent
+_HURRY_S = 3.0  # for ending the ranks after a second signal
 
 
 def run(args: argparse.Namespace) -> int:
@@ -179,23 +181,22 @@ async def _stop(
     """Drain, then end the ranks, all before one deadline."""
     loop = asyncio.get_running_loop()
     ends_at = loop.time() + shutdown_s
-    frontend.draining = True
-    drain_s = shutdown_s * (1 - _TEARDOWN_SHARE) if engine.health()["live"] else 0.0
+    frontend.draining = True  # from here on new requests are answered 503
     print("Coterie is shutting down; press Ctrl-C again to hurry", file=sys.stderr, flush=True)
-    http.stop(drain_s)
-    drains = [asyncio.create_task(rpc.close(drain_s))]
-    if serving is not None:
-        drains.append(asyncio.create_task(_quietly(serving)))
-    drained = asyncio.gather(*drains, return_exceptions=True)
+    drain_s = shutdown_s * (1 - _TEARDOWN_SHARE) if engine.health()["live"] else 0.0
+    idle = asyncio.create_task(frontend.idle())
     hurry = asyncio.create_task(signals.hurry.wait())
-    await asyncio.wait({drained, hurry}, timeout=drain_s + 2, return_when="FIRST_COMPLETED")
+    await asyncio.wait({idle, hurry}, timeout=drain_s, return_when="FIRST_COMPLETED")
+    idle.cancel()
     hurry.cancel()
-    if not drained.done():
-        http.force_exit = True
-        await rpc.close(0)
-        await asyncio.wait({drained}, timeout=1.0)
-    await engine.shutdown(max(1.0, ends_at - loop.time()))
+    await frontend.abort_open()
+    http.stop(_FLUSH_S)
+    drained = asyncio.create_task(_drained(rpc, serving))
+    await asyncio.wait({drained}, timeout=2 * _FLUSH_S)
+    left_s = _HURRY_S if signals.hurry.is_set() else ends_at - loop.time()
+    await engine.shutdown(max(_FLUSH_S, left_s))
 
 
-async def _quietly(task: asyncio.Task[None]) -> None:
-    await asyncio.wait({task})
+async def _drained(rpc: RpcServer, serving: asyncio.Task[None] | None) -> None:
+    closing = asyncio.create_task(rpc.close(_FLUSH_S))
+    await asyncio.wait({closing} if serving is None else {closing, serving})

@@ -6,7 +6,7 @@ connection; a call that was under way then fails with EngineDead and is not repe
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Generator
 from contextlib import aclosing
 from typing import Any, Literal, Self, TypeVar, overload
 
@@ -66,7 +66,7 @@ class AsyncClient:
         request_id: str | None = None,
         timeout_s: float | None = None,
         **params: Any,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Deltas as they come. Closing the iterator early aborts the request.
 
         Args:
@@ -89,7 +89,7 @@ class AsyncClient:
         request_id: str | None = None,
         timeout_s: float | None = None,
         **params: Any,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """The assistant's answer, as deltas; up to the model's length unless limited."""
         call = types.ChatCall(
             messages=messages,
@@ -107,11 +107,11 @@ class AsyncClient:
     @overload
     async def generate(
         self, prompt: str | None = ..., *, stream: Literal[True], **kw: Any
-    ) -> AsyncIterator[RequestOutput]: ...
+    ) -> AsyncGenerator[RequestOutput, None]: ...
 
     async def generate(
         self, prompt: str | None = None, *, stream: bool = False, **kw: Any
-    ) -> Generation | AsyncIterator[RequestOutput]:
+    ) -> Generation | AsyncGenerator[RequestOutput, None]:
         """Complete a prompt; arguments as ``generate_stream``.
 
         Raises:
@@ -128,11 +128,11 @@ class AsyncClient:
     @overload
     async def chat(
         self, messages: list[Message], *, stream: Literal[True], **kw: Any
-    ) -> AsyncIterator[RequestOutput]: ...
+    ) -> AsyncGenerator[RequestOutput, None]: ...
 
     async def chat(
         self, messages: list[Message], *, stream: bool = False, **kw: Any
-    ) -> Generation | AsyncIterator[RequestOutput]:
+    ) -> Generation | AsyncGenerator[RequestOutput, None]:
         """Answer a conversation; arguments as ``chat_stream``."""
         outputs = self.chat_stream(messages, **kw)
         return outputs if stream else await _whole(outputs)
@@ -181,11 +181,13 @@ class AsyncClient:
 
     async def _stream(
         self, method: str, payload: Any, timeout_s: float | None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         connection = await self._connect()
         limit = self._timeout_s if timeout_s is None else timeout_s
-        outputs = connection.stream(method, payload, RequestOutput, limit)
-        async with aclosing(outputs) as items:  # type: ignore[type-var]
+        outputs: AsyncGenerator[RequestOutput, None] = connection.stream(
+            method, payload, RequestOutput, limit
+        )
+        async with aclosing(outputs) as items:
             async for item in items:
                 yield item
 
@@ -240,11 +242,11 @@ class Client:
     @overload
     def generate(
         self, prompt: str | None = ..., *, stream: Literal[True], **kw: Any
-    ) -> Iterator[RequestOutput]: ...
+    ) -> Generator[RequestOutput, None, None]: ...
 
     def generate(
         self, prompt: str | None = None, *, stream: bool = False, **kw: Any
-    ) -> Generation | Iterator[RequestOutput]:
+    ) -> Generation | Generator[RequestOutput, None, None]:
         """Complete a prompt; arguments as ``AsyncClient.generate_stream``."""
         outputs = self._client.generate_stream(prompt, **kw)
         return self._iterate(outputs) if stream else self._run(_whole(outputs))
@@ -257,11 +259,11 @@ class Client:
     @overload
     def chat(
         self, messages: list[Message], *, stream: Literal[True], **kw: Any
-    ) -> Iterator[RequestOutput]: ...
+    ) -> Generator[RequestOutput, None, None]: ...
 
     def chat(
         self, messages: list[Message], *, stream: bool = False, **kw: Any
-    ) -> Generation | Iterator[RequestOutput]:
+    ) -> Generation | Generator[RequestOutput, None, None]:
         """Answer a conversation; arguments as ``AsyncClient.chat_stream``."""
         outputs = self._client.chat_stream(messages, **kw)
         return self._iterate(outputs) if stream else self._run(_whole(outputs))
@@ -302,7 +304,9 @@ class Client:
             future.cancel()  # Ctrl-C while waiting: end the call on the server too
             raise
 
-    def _iterate(self, outputs: AsyncIterator[RequestOutput]) -> Iterator[RequestOutput]:
+    def _iterate(
+        self, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> Generator[RequestOutput, None, None]:
         async def following() -> RequestOutput | None:
             return await anext(outputs, None)
 
@@ -311,13 +315,13 @@ class Client:
                 yield output
         finally:
             if not self._loop.is_closed():
-                self._run(outputs.aclose())  # type: ignore[attr-defined]
+                self._run(outputs.aclose())
 
 
-async def _whole(outputs: AsyncIterator[RequestOutput]) -> Generation:
+async def _whole(outputs: AsyncGenerator[RequestOutput, None]) -> Generation:
     choices: dict[int, GeneratedChoice] = {}
     result = Generation(request_id="")
-    async with aclosing(outputs) as items:  # type: ignore[type-var]
+    async with aclosing(outputs) as items:
         async for output in items:
             _add(result, choices, output)
     result.outputs = [choices[index] for index in sorted(choices)]

@@ -5,11 +5,11 @@ Knows no wire format. The engine is named by what is needed of it (``ServingEngi
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
-from coterie.errors import EngineDead, InvalidRequest
+from coterie.errors import Cancelled, EngineDead, InvalidRequest
 from coterie.runtime.metrics import Metrics, RequestTimer
 from coterie.runtime.request import GenerateRequest, RequestOutput
 from coterie.runtime.tokenizer import Tokenizer
@@ -69,11 +69,13 @@ class Frontend:
         self.engine = engine
         self.metrics = Metrics(engine.counters)
         self.draining = False
+        self._open: set[TimedStream] = set()
+        self._idle = asyncio.Event()
 
-    async def submit(self, request: GenerateRequest) -> AsyncIterator[RequestOutput]:
+    async def submit(self, request: GenerateRequest) -> "TimedStream":
         """Hand a request to the engine; returns once it is admitted.
 
-        The returned iterator must be closed (``aclosing``): leaving it early aborts the request.
+        The returned stream must be closed (``aclosing``): leaving it early aborts the request.
 
         Raises:
             InvalidRequest, QueueFull, EngineDead: at once, before any output.
@@ -82,11 +84,31 @@ class Frontend:
             raise EngineDead("the server is shutting down")
         timer = RequestTimer(self.metrics)
         try:
-            stream = await self.engine.submit(request)
+            outputs = await self.engine.submit(request)
         except Exception as error:
             timer.end(error)
             raise
-        return _Timed(stream, timer)
+        stream = TimedStream(self, request.request_id, outputs, timer)
+        self._open.add(stream)
+        return stream
+
+    def left(self, stream: "TimedStream") -> None:
+        """A stream ended or was closed."""
+        self._open.discard(stream)
+        if not self._open:
+            self._idle.set()
+
+    async def idle(self) -> None:
+        """Wait until no request is open. Blocks: without a limit of its own; bound it."""
+        while self._open:
+            self._idle.clear()
+            await self._idle.wait()
+
+    async def abort_open(self) -> None:
+        """End the requests that are still open; their clients are told why."""
+        self.draining = True
+        for stream in list(self._open):
+            await self.engine.abort(stream.request_id)
 
     async def chat_token_ids(self, messages: list[dict[str, Any]], **kw: Any) -> list[int]:
         """Render and tokenize a conversation.
@@ -124,15 +146,18 @@ class Frontend:
         ]
 
 
-class _Timed:
+class TimedStream:
     """A request's outputs, counted as they pass."""
 
-    def __init__(self, stream: OutputStream, timer: RequestTimer) -> None:
-        self._stream, self._timer = stream, timer
+    def __init__(
+        self, frontend: Frontend, request_id: str, stream: OutputStream, timer: RequestTimer
+    ) -> None:
+        self.request_id = request_id
+        self._frontend, self._stream, self._timer = frontend, stream, timer
         self._outputs = stream.__aiter__()
         self._ended = self._closed = False
 
-    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+    def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> RequestOutput:
@@ -143,6 +168,8 @@ class _Timed:
             raise
         except Exception as error:
             self._end(error)
+            if isinstance(error, Cancelled) and self._frontend.draining:
+                raise EngineDead("the server is shutting down") from error
             raise
         self._timer.output(output)
         return output
@@ -150,43 +177,47 @@ class _Timed:
     async def aclose(self) -> None:
         if not self._closed:
             self._ended = self._closed = True
+            self._frontend.left(self)
             await self._stream.aclose()
 
     def _end(self, error: BaseException | None) -> None:
         if not self._ended:
             self._ended = True
             self._timer.end(error)
+            self._frontend.left(self)
 
 
-async def merge(streams: list[AsyncIterator[RequestOutput]]) -> AsyncIterator[tuple[int, Any]]:
+async def merge(streams: Sequence[TimedStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Outputs of several requests as they come, each with its stream's position.
 
     Closing the iterator closes all streams; the first error ends it.
     """
     if len(streams) == 1:
-        async with aclosing(streams[0]) as only:  # type: ignore[type-var]
+        async with aclosing(streams[0]) as only:
             async for output in only:
                 yield 0, output
         return
-    queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(maxsize=2 * len(streams))
+    queue: asyncio.Queue[tuple[int, RequestOutput] | BaseException | None] = asyncio.Queue(
+        maxsize=2 * len(streams)
+    )
 
     async def pump(position: int) -> None:
-        end: BaseException | None = None
+        end: Exception | None = None
         try:
-            async with aclosing(streams[position]) as stream:  # type: ignore[type-var]
+            async with aclosing(streams[position]) as stream:
                 async for output in stream:
                     await queue.put((position, output))
         except Exception as error:
             end = error
-        await queue.put((-1, end))
+        await queue.put(end)
 
     tasks = [asyncio.create_task(pump(position)) for position in range(len(streams))]
     try:
         left = len(tasks)
         while left:
-            position, item = await queue.get()
-            if position >= 0:
-                yield position, item
+            item = await queue.get()
+            if isinstance(item, tuple):
+                yield item
                 continue
             left -= 1
             if item is not None:
@@ -197,4 +228,4 @@ async def merge(streams: list[AsyncIterator[RequestOutput]]) -> AsyncIterator[tu
         await asyncio.gather(*tasks, return_exceptions=True)
         # A pump that was cancelled before it ran has closed nothing.
         for stream in streams:
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()

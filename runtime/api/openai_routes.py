@@ -6,7 +6,7 @@ read by hand so that every fault of a body is a 400 in OpenAI's form.
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from coterie.errors import InvalidRequest, RuntimeFailure
 from coterie.runtime.api.errors_http import HttpError, model_not_found, validation_error
-from coterie.runtime.api.frontend import Frontend, merge
+from coterie.runtime.api.frontend import Frontend, TimedStream, merge
 from coterie.runtime.api.openai_format import ChatFormat, Choice, CompletionFormat, Usage
 from coterie.runtime.api.openai_types import ChatRequest, CompletionRequest, SamplingFields
 from coterie.runtime.api.streaming import DONE, EventStream, answer, event
@@ -108,26 +108,25 @@ class OpenAIRoutes:
         prompts: list[str | list[int]],
         params: SamplingParams,
         body: SamplingFields,
-    ) -> list[AsyncIterator[RequestOutput]]:
+    ) -> list[TimedStream]:
         """One engine request a prompt: all admitted, or none."""
-        streams: list[AsyncIterator[RequestOutput]] = []
+        streams: list[TimedStream] = []
         try:
             for position, prompt in enumerate(prompts):
                 if isinstance(prompt, str) and body.add_special_tokens is not None:
                     tokenizer = self._frontend.require_tokenizer("prompt")
                     prompt = tokenizer.encode(prompt, body.add_special_tokens)
-                is_text = isinstance(prompt, str)
                 request = GenerateRequest(
                     request_id=f"{request_id}-{position}" if len(prompts) > 1 else request_id,
-                    prompt=prompt if is_text else None,
-                    prompt_token_ids=None if is_text else prompt,
+                    prompt=prompt if isinstance(prompt, str) else None,
+                    prompt_token_ids=None if isinstance(prompt, str) else prompt,
                     sampling_params=params,
                     deadline_s=body.deadline_s,
                 )
                 streams.append(await self._frontend.submit(request))
         except BaseException:
             for stream in streams:
-                await stream.aclose()  # type: ignore[attr-defined]
+                await stream.aclose()
             raise
         return streams
 
@@ -160,12 +159,10 @@ class OpenAIRoutes:
         return body
 
 
-async def _collect(
-    streams: list[AsyncIterator[RequestOutput]], n: int
-) -> tuple[list[Choice], Usage]:
+async def _collect(streams: list[TimedStream], n: int) -> tuple[list[Choice], Usage]:
     choices = [Choice() for _ in range(len(streams) * n)]
     usage = Usage()
-    async with aclosing(merge(streams)) as outputs:  # type: ignore[type-var]
+    async with aclosing(merge(streams)) as outputs:
         async for position, output in outputs:
             _raise_if_failed(output)
             choices[position * n + output.index].add(output)
@@ -174,15 +171,15 @@ async def _collect(
 
 
 async def _completion_events(
-    streams: list[AsyncIterator[RequestOutput]],
+    streams: list[TimedStream],
     n: int,
     echoes: list[str],
     shape: CompletionFormat,
     body: CompletionRequest,
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     usage = Usage()
     echoed: set[int] = set()
-    async with aclosing(merge(streams)) as outputs:  # type: ignore[type-var]
+    async with aclosing(merge(streams)) as outputs:
         async for position, output in outputs:
             _raise_if_failed(output)
             usage.add(position, output)
@@ -196,11 +193,11 @@ async def _completion_events(
 
 
 async def _chat_events(
-    streams: list[AsyncIterator[RequestOutput]], shape: ChatFormat, body: ChatRequest
-) -> AsyncIterator[bytes]:
+    streams: list[TimedStream], shape: ChatFormat, body: ChatRequest
+) -> AsyncGenerator[bytes, None]:
     usage = Usage()
     begun: set[int] = set()
-    async with aclosing(merge(streams)) as outputs:  # type: ignore[type-var]
+    async with aclosing(merge(streams)) as outputs:
         async for position, output in outputs:
             _raise_if_failed(output)
             usage.add(position, output)

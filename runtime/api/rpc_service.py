@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from coterie.errors import InvalidRequest
@@ -33,7 +33,7 @@ class RpcService:
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
 
-    async def generate(self, call: types.GenerateCall) -> AsyncIterator[RequestOutput]:
+    async def generate(self, call: types.GenerateCall) -> AsyncGenerator[RequestOutput, None]:
         request = GenerateRequest(
             request_id=call.request_id or f"rpc-{uuid.uuid4().hex}",
             prompt=call.prompt,
@@ -44,7 +44,7 @@ class RpcService:
         async for output in self._outputs(request):
             yield output
 
-    async def chat(self, call: types.ChatCall) -> AsyncIterator[RequestOutput]:
+    async def chat(self, call: types.ChatCall) -> AsyncGenerator[RequestOutput, None]:
         token_ids = await self._chat_token_ids(call.messages, call.chat_template_kwargs)
         request = GenerateRequest(
             request_id=call.request_id or f"rpc-{uuid.uuid4().hex}",
@@ -100,10 +100,10 @@ class RpcService:
                 )
         return await self._frontend.chat_token_ids(messages, **kwargs)
 
-    async def _outputs(self, request: GenerateRequest) -> AsyncIterator[RequestOutput]:
+    async def _outputs(self, request: GenerateRequest) -> AsyncGenerator[RequestOutput, None]:
         stream = await self._frontend.submit(request)
         try:
             async for output in stream:
                 yield output
         finally:
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()

@@ -7,7 +7,7 @@ the work at once, whether or not anything is being sent.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from coterie.errors import CoterieError
 from coterie.runtime.api.errors_http import CLIENT_GONE, error_body, error_response
+from coterie.runtime.api.frontend import TimedStream
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -68,7 +69,7 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], sources: list[AsyncIterator[Any]]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], sources: Sequence[TimedStream]) -> None:
         super().__init__(events, headers=_HEADERS)
         self._events, self._sources = events, sources
 
@@ -77,11 +78,11 @@ class EventStream(StreamingResponse):
             await unless_gone(receive, self._send_all(scope, receive, send))
         finally:
             for source in self._sources:
-                await source.aclose()  # type: ignore[attr-defined]
+                await source.aclose()
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
-        async with aclosing(self._events) as events:  # type: ignore[type-var]
+        async with aclosing(self._events) as events:
             try:
                 async for chunk in events:
                     if not started:

@@ -7,7 +7,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +32,7 @@ class Token:
     """The server's own count of output tokens, when it tells."""
 
 
-Target = Callable[[Prompt, Workload], AsyncIterator[Token]]
+Target = Callable[[Prompt, Workload], AsyncGenerator[Token, None]]
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ async def _follow(target: Target, prompt: Prompt, workload: Workload) -> Record:
     last = record.start_s
     try:
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
-            async with aclosing(target(prompt, workload)) as tokens:  # type: ignore[type-var]
+            async with aclosing(target(prompt, workload)) as tokens:
                 async for token in tokens:
                     now = time.perf_counter()
                     record.prompt_tokens = token.prompt_tokens or record.prompt_tokens
@@ -102,12 +102,11 @@ async def _follow(target: Target, prompt: Prompt, workload: Workload) -> Record:
 def engine_target(engine: ServingEngine) -> Target:
     """Requests straight to an engine."""
 
-    async def target(prompt: Prompt, workload: Workload) -> AsyncIterator[Token]:
-        is_text = isinstance(prompt, str)
+    async def target(prompt: Prompt, workload: Workload) -> AsyncGenerator[Token, None]:
         request = GenerateRequest(
             request_id=f"bench-{uuid.uuid4().hex}",
             prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=None if is_text else list(prompt),  # type: ignore[arg-type]
+            prompt_token_ids=None if isinstance(prompt, str) else list(prompt),
             sampling_params=SamplingParams(
                 max_tokens=workload.output_len,
                 temperature=workload.temperature,
@@ -129,7 +128,7 @@ def http_target(client: httpx.AsyncClient, model: str) -> Target:
         client: its base_url is the server's.
     """
 
-    async def target(prompt: Prompt, workload: Workload) -> AsyncIterator[Token]:
+    async def target(prompt: Prompt, workload: Workload) -> AsyncGenerator[Token, None]:
         body: dict[str, Any] = {
             "model": model,
             "prompt": prompt,

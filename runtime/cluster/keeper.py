@@ -68,7 +68,9 @@ class Keeper:
                 asyncio.to_thread(self._start_blocking), order.deadline_s
             )
         except TimeoutError:
-            self._send(StartFailed(detail=f"Ray did not start within {order.deadline_s:.0f} s"))
+            where = f"Ray at {order.ray_address}" if order.ray_address else "the own Ray head"
+            detail = f"{where} did not start {len(order.specs)} ranks in {order.deadline_s:.0f} s"
+            self._send(StartFailed(detail=detail))
             return
         except Exception as error:  # whatever it is, the engine must hear of it
             self._send(StartFailed(detail=str(error) or repr(error)))
@@ -79,15 +81,18 @@ class Keeper:
 
     def _start_blocking(self) -> list[SeatAddress]:
         order = self._order
-        address = order.ray_address
+        address, head = order.ray_address, None
         if address is None:
             os.environ.update(authentication(self._folder))
             head = RayHead(self._folder / "ray", num_cpus=len(order.specs))
-            address = head.start()
-            threading.Thread(target=head.wait, daemon=True).start()
-        # Only now, with Ray's environment set; it takes most of a second.
+            head.start()
+        # Only now, with Ray's environment set; it takes most of a second, which the head takes too.
         from coterie.runtime.cluster.ray_ranks import RayRanks
 
+        if head is not None:
+            address = head.address()
+            threading.Thread(target=head.wait, daemon=True).start()
+        assert address is not None
         self._ranks = RayRanks(order.deployment)
         self._ranks.connect(address)
         return self._ranks.start(order.specs, order.deadline_s)

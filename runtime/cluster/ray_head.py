@@ -38,17 +38,8 @@ class RayHead:
         self._new_session = new_session
         self._process: subprocess.Popen[str] | None = None
 
-    def start(self) -> str:
-        """Start and wait until it is ready.
-
-        Returns:
-            Address for ``ray.init``.
-
-        Raises:
-            PlacementError: with what Ray printed.
-
-        Blocks: about 4 s; ends when the process ends. The caller keeps the deadline.
-        """
+    def start(self) -> None:
+        """Start it; it is ready when ``address`` returns."""
         self._folder.mkdir(mode=0o700)
         command = [
             *(sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--head", "--block"),
@@ -70,6 +61,16 @@ class RayHead:
             preexec_fn=_end_with_parent,
             start_new_session=self._new_session,
         )
+
+    def address(self) -> str:
+        """Address for ``ray.init``, once the head is ready.
+
+        Raises:
+            PlacementError: it did not start; with what Ray printed.
+
+        Blocks: about 4 s; ends when the process ends. The caller keeps the deadline.
+        """
+        assert self._process is not None
         assert self._process.stdout is not None
         printed: list[str] = []
         for line in self._process.stdout:

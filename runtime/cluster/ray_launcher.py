@@ -110,9 +110,9 @@ class RayLauncher:
         if keeper is None:
             return
         self._send(StopAll(deadline_s=max(deadline_s, 0.0)))
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(keeper.wait, max(deadline_s, 0.0) + MARGIN_S)
-        except subprocess.TimeoutExpired:
+        if keeper.returncode != 0:  # it hangs, or was killed and left its work to others
             # Its own head is in its session; in a cluster of others this is the keeper alone.
             await asyncio.to_thread(end_session, keeper.pid)
             await asyncio.to_thread(keeper.wait)

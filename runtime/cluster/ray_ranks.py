@@ -5,6 +5,7 @@ Used by the keeper. ``Rank`` is a plain class; this file is what makes it an act
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from coterie.runtime.spec import RankSpec
 NODE_SHARE = 0.001
 """Of a node's own resource: pins ranks to the engine's host, whose sockets they share."""
 SMALLEST_CPU = 0.01
+PROBE_S = 5.0
 WAIT_S = 10.0 * 365 * 86400
 
 
@@ -38,6 +40,7 @@ class RayRanks:
         Raises:
             PlacementError: there is no cluster at this address that this host belongs to.
         """
+        _probe(address)
         try:
             ray.init(
                 address=address,
@@ -111,6 +114,16 @@ class RayRanks:
         waits = [asyncio.ensure_future(self.gone(seat)) for seat in self._actors]
         if waits:
             await asyncio.wait(waits, timeout=max(deadline_s, 0.0))
+
+
+def _probe(address: str) -> None:
+    """Ray itself tries for half a minute before it says that nobody is there."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), timeout=PROBE_S).close()
+        except OSError as error:
+            raise PlacementError(f"no Ray cluster answers at {address}: {error}") from error
 
 
 def _cpu_share(num_ranks: int) -> float:

@@ -41,6 +41,8 @@ ProgressCallback = Callable[[str, int, int], None]
 STATUS_TIMEOUT_S = 2.0
 DEATH_NOTICE_S = 0.2
 """How long a launcher's notice of a death may take after its sockets closed."""
+QUIET_S = 1.0
+"""Two heartbeat periods: a peer this quiet is the one that a witness calls dead."""
 SUSPECT_FACTOR = 2.0
 """Heartbeat silence or standstill, in units of fault_s, after which a rank counts as dead: twice,
 so that the ranks' own detection, which knows more, comes first."""
@@ -274,10 +276,24 @@ class Supervisor:
 
     def _on_failed(self, seat: Seat, message: Failed) -> None:
         error = to_error(message)
-        if not message.request_ids:
+        if not message.request_ids and isinstance(error, RankDied) and self._events is not None:
+            # The reporter is a witness. Evidence about the dead one itself comes within moments.
+            loop = asyncio.get_running_loop()
+            loop.call_later(DEATH_NOTICE_S, self._judge, seat, error)
+        elif not message.request_ids:
             self._lose(seat, error)
         elif self._events is not None:
             self._events.on_requests_failed(message.seat, message.request_ids, error)
+
+    def _judge(self, witness: Seat, error: RuntimeFailure) -> None:
+        """A rank reported a dead peer: find which, unless that is settled already."""
+        others = [self.seats[n] for n in self.alive() if self.seats[n] is not witness]
+        if len(others) + 1 < len(self.seats) or witness.lost is not None:
+            return
+        quietest = min(others, key=lambda seat: seat.heartbeat_at_s, default=witness)
+        if time.monotonic() - quietest.heartbeat_at_s < QUIET_S:
+            quietest = witness
+        self._lose(quietest, error)
 
     def _on_link_lost(self, number: int, reason: str) -> None:
         # The launcher's notice, if it comes at once, says more than "connection closed".

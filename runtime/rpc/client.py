@@ -7,7 +7,7 @@ transformers nor ray. A lost connection fails its open calls; the owner connects
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -87,7 +87,7 @@ class RpcConnection:
 
     async def stream(
         self, method: str, payload: Any, item: type[_T] | Any, timeout_s: float | None
-    ) -> AsyncIterator[_T]:
+    ) -> AsyncGenerator[_T, None]:
         """One call, many answers. Leaving the iteration early cancels the call.
 
         Raises:
@@ -100,7 +100,7 @@ class RpcConnection:
 
     async def _frames(
         self, method: str, payload: Any, timeout_s: float | None
-    ) -> AsyncIterator[RpcReply | RpcChunk]:
+    ) -> AsyncGenerator[RpcReply | RpcChunk, None]:
         call_id = next(self._ids)
         queue: asyncio.Queue[RpcReply | RpcChunk | RpcEnd] = asyncio.Queue()
         deadline_ms = 0 if timeout_s is None else max(1, round(timeout_s * 1e3))
@@ -155,7 +155,7 @@ class RpcConnection:
             raise error_of(self._lost or _lost("the server closed the connection")) from None
 
     async def _receive(self) -> None:
-        decoder = codec.decoder(TO_CLIENT)
+        decoder: msgspec.msgpack.Decoder[Any] = codec.decoder(TO_CLIENT)
         end = _lost("the server closed the connection")
         try:
             while True:

@@ -10,7 +10,7 @@ import contextlib
 import hmac
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ class Method:
     payload: Any
     """Type of the call's payload; anything else is INVALID_ARGUMENT."""
     unary: Callable[[Any], Awaitable[Any]] | None = None
-    stream: Callable[[Any], AsyncIterator[Any]] | None = None
+    stream: Callable[[Any], AsyncGenerator[Any, None]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +133,7 @@ class _Connection:
         self._reader, self._writer = reader, writer
         self._methods, self._api_key, self._limits = methods, api_key, limits
         self._calls: dict[int, _Call] = {}
-        self._decoder = codec.decoder(TO_SERVER)
+        self._decoder: msgspec.msgpack.Decoder[Any] = codec.decoder(TO_SERVER)
 
     def tasks(self) -> list[asyncio.Task[None]]:
         return [call.task for call in self._calls.values() if call.task is not None]
@@ -242,15 +242,10 @@ class _Connection:
             reply = await method.unary(payload)
             return RpcReply(call_id=frame.call_id, payload=_raw(reply))
         assert method.stream is not None
-        stream = method.stream(payload)
-        try:
-            async for item in stream:
+        async with contextlib.aclosing(method.stream(payload)) as items:
+            async for item in items:
                 await self._window(call)
                 await self._send(RpcChunk(call_id=frame.call_id, payload=_raw(item)))
-        finally:
-            close = getattr(stream, "aclose", None)
-            if close is not None:
-                await close()
         return RpcEnd(call_id=frame.call_id, status=Status.OK)
 
     async def _window(self, call: _Call) -> None:

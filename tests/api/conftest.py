@@ -129,13 +129,9 @@ class ScriptedStream:
 
     async def _run(self, request: GenerateRequest, prompt: list[int]) -> Any:
         params = request.sampling_params
-        limit = min(
-            params.max_tokens or MAX_MODEL_LEN, self._engine.max_model_len - len(prompt)
-        )
+        limit = min(params.max_tokens or MAX_MODEL_LEN, self._engine.max_model_len - len(prompt))
         body = [token for token in prompt if token < 256] or [ord("x")]
-        states = [
-            Detokenizer(self._engine.tokenizer, prompt, params) for _ in range(params.n)
-        ]
+        states = [Detokenizer(self._engine.tokenizer, prompt, params) for _ in range(params.n)]
         done: set[int] = set()
         if bytes(body).startswith(b"late"):
             raise DeadlineExceeded("the deadline passed while waiting")
@@ -155,9 +151,7 @@ class ScriptedStream:
                     index=index,
                     text=delta.text,
                     token_ids=[token],
-                    logprobs=None
-                    if params.logprobs is None
-                    else [TokenLogprob(token, -0.5, top)],
+                    logprobs=None if params.logprobs is None else [TokenLogprob(token, -0.5, top)],
                     finish_reason=reason,
                     stop_reason=delta.stop_string,
                     prompt_token_ids=prompt if position == 0 else None,

@@ -118,7 +118,7 @@ async def test_leaving_a_stream_cancels(client: AsyncClient, scripted_server: An
     engine = scripted_server.engine
     before = len(engine.aborted)
     outputs = await client.generate("hang", stream=True)
-    async with aclosing(outputs) as items:  # type: ignore[type-var]
+    async with aclosing(outputs) as items:
         async for _ in items:
             break
     engine.wait_idle()
@@ -132,7 +132,7 @@ async def test_abort_by_id(client: AsyncClient, scripted_server: Any) -> None:
     await client.abort("mine")
     assert "mine" in scripted_server.engine.aborted
     await client.abort("unknown")
-    await outputs.aclose()  # type: ignore[attr-defined]
+    await outputs.aclose()
 
 
 async def test_a_lost_connection_cancels_its_calls(scripted_server: Any) -> None:
@@ -152,7 +152,7 @@ async def test_a_slow_reader_stops_its_own_stream(
 ) -> None:
     call = GenerateCall(prompt="abc", sampling_params=SamplingParams(max_tokens=1000))
     outputs = connection.stream(GENERATE, call, RequestOutput, 30)
-    async with aclosing(outputs) as items:  # type: ignore[type-var]
+    async with aclosing(outputs) as items:
         await anext(items)
         # The other call of this connection goes on while nobody reads the first.
         for _ in range(20):
@@ -177,7 +177,7 @@ def test_sync_client(scripted_server: Any) -> None:
         assert "".join(texts) == "aba"
         stream = client.generate("hang", stream=True)
         next(stream)
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
         scripted_server.engine.wait_idle()
         assert client.chat([{"role": "user", "content": "hi"}], max_tokens=4).text == "user"
         assert client.detokenize(client.tokenize("hi")) == "hi"
@@ -262,7 +262,7 @@ async def test_api_key(
             with pytest.raises(QueueFull, match="calls are open"):
                 await client.health()
             for stream in hanging:
-                await stream.aclose()  # type: ignore[attr-defined]
+                await stream.aclose()
 
 
 def test_the_sdk_needs_no_heavy_library() -> None:

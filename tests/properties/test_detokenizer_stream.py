@@ -13,7 +13,9 @@ from coterie.runtime.tokenizer import Tokenizer
 
 TEXT = st.text(st.sampled_from("ab \u00e9\u20ac\U0001f600\u0301\n"), max_size=24)
 NOISE = st.binary(max_size=6)
-STOPS = st.lists(st.text(st.sampled_from("ab \u00e9\U0001f600"), min_size=1, max_size=5), max_size=3)
+STOPS = st.lists(
+    st.text(st.sampled_from("ab \u00e9\U0001f600"), min_size=1, max_size=5), max_size=3
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,10 @@ def tokenizer(
 
 
 def feed(
-    tokenizer: Tokenizer, tokens: list[int], cuts: list[int], params: SamplingParams,
+    tokenizer: Tokenizer,
+    tokens: list[int],
+    cuts: list[int],
+    params: SamplingParams,
     prompt: list[int],
 ) -> list[TextDelta]:
     state = Detokenizer(tokenizer, prompt, params)

@@ -29,7 +29,14 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     from tokenizers import Tokenizer as Fast
     from tokenizers.models import BPE
 
-    pieces = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581Hi", "a"]
+    pieces = [
+        "<unk>",
+        "<s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        "\u2581Hi",
+        "a",
+    ]
     model = BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True)
     fast = Fast(model)
     fast.normalizer = normalizers.Replace(" ", "\u2581")
