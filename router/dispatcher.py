@@ -52,24 +52,26 @@ class RoutingTable:
     """Index math from logical experts to rounds, for one home seat. Pure."""
 
     def __init__(self, placement: ExpertPlacement, home_seat: int) -> None:
-        # One extra element at the end, so that id -1 maps to -1.
-        self._physical = np.append(placement.logical_to_physical(home_seat), np.int32(-1))
-        self._seats = np.append(placement.physical_seats, np.int32(-1))
+        chosen = placement.logical_to_physical(home_seat)
+        seats = placement.physical_seats[chosen]
         self.expert_seats = placement.seats
+        # Per seat: logical -> physical expert there, else -1. One more element at the end, so
+        # that id -1 stays -1.
+        self._tables = {
+            seat: np.append(np.where(seats == seat, chosen, np.int32(-1)), np.int32(-1))
+            for seat in self.expert_seats
+        }
 
-    def physical(self, topk_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """``[num_tokens, top_k]`` logical -> physical ids and their seats, -1 stays -1."""
-        physical = self._physical[topk_ids]
-        return physical, self._seats[physical]
+    def ids_on(self, seat: int, topk_ids: np.ndarray) -> np.ndarray:
+        """``[num_tokens, top_k]`` logical ids -> physical ids on ``seat``, -1 = not there."""
+        table = self._tables.get(seat)
+        return np.full_like(topk_ids, -1) if table is None else table[topk_ids]
 
-    @staticmethod
-    def rows_for(
-        seat: int, physical: np.ndarray, seats: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Rows with an expert on ``seat``, and their ids with all others' set to -1."""
-        here = seats == seat
-        rows = np.flatnonzero(here.any(axis=1))
-        return rows, np.where(here[rows], physical[rows], np.int32(-1))
+    def rows_for(self, seat: int, topk_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rows with an expert on ``seat``, and the physical ids of these rows."""
+        ids = self.ids_on(seat, topk_ids)
+        rows = np.flatnonzero(ids.max(axis=1) >= 0)
+        return rows, ids if len(rows) == len(ids) else ids[rows]
 
 
 class TokenDispatcher:
@@ -95,10 +97,10 @@ class TokenDispatcher:
             RankDied: one of those ranks is gone.
         """
         num_tokens = hidden_states.shape[0]
-        physical, seats = self._table.physical(topk.topk_ids.numpy())
+        topk_ids = topk.topk_ids.numpy()
         sent = []
         for peer, outstanding in self._outstanding.items():
-            rows, ids = self._table.rows_for(peer, physical, seats)
+            rows, ids = self._table.rows_for(peer, topk_ids)
             if not len(rows):
                 continue
             index = None if len(rows) == num_tokens else torch.from_numpy(rows)
@@ -113,8 +115,9 @@ class TokenDispatcher:
             outstanding.append(sequence)
             sent.append(SentRound(peer, sequence, index))
         own = None
-        if (seats == self._transport.seat).any():
-            own = Rows(hidden_states, torch.from_numpy(physical), topk.topk_weights)
+        own_ids = self._table.ids_on(self._transport.seat, topk_ids)
+        if own_ids.max() >= 0:
+            own = Rows(hidden_states, torch.from_numpy(own_ids), topk.topk_weights)
         return DispatchHandle(num_tokens, own, tuple(sent))
 
     def replies_here(self, handle: DispatchHandle) -> Callable[[], bool]:

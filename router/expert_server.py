@@ -46,6 +46,8 @@ class ExpertServer:
         self._job_next = 0
         self._job_order = list(sources)
         self._scratch: tuple[Rows, torch.Tensor] | None = None
+        self._cuts: dict[int, tuple[Rows, torch.Tensor]] = {}
+        """Views of the first rows of the scratch, by their number; costly to make each time."""
 
     def next_small(self, skip_layer: int = -1) -> Round | None:
         """A small round that waits for an answer, of any layer but ``skip_layer``."""
@@ -138,11 +140,14 @@ class ExpertServer:
             counts = [part.hidden_states.shape[0] for part in parts]
             rows, out = self._concatenate(parts, sum(counts))
             seconds = self._compute(layer, rows, out)
-            outputs = list(out.split(counts))
+            start = 0
             if own is not None:
-                partial = outputs.pop(0).clone()  # the scratch serves others before combine
-            for round, output in zip(rounds, outputs, strict=True):
-                round.out.copy_(output)
+                start = counts[0]
+                partial = out[:start].clone()  # the scratch serves others before combine
+            for round in rounds:
+                end = start + round.header.num_tokens
+                round.out.copy_(out[start:end])
+                start = end
         else:
             return None
         for round in rounds:
@@ -178,7 +183,10 @@ class ExpertServer:
         if scratch is None or scratch[0].hidden_states.shape[0] < total:
             capacity = max(64, 1 << (total - 1).bit_length())
             scratch = self._scratch = _make_scratch(parts[0], capacity)
-        rows, out = _first(scratch, total)
+            self._cuts.clear()
+        if total not in self._cuts:
+            self._cuts[total] = _first(scratch, total)
+        rows, out = self._cuts[total]
         torch.cat([part.hidden_states for part in parts], out=rows.hidden_states)
         torch.cat([part.topk_ids for part in parts], out=rows.topk_ids)
         torch.cat([part.topk_weights for part in parts], out=rows.topk_weights)

@@ -62,6 +62,7 @@ class TokenRouter:
         self._old_stale = 0
         num_experts = moe.num_experts if moe is not None else 0
         self._gate_tokens = np.zeros(num_experts + 1, dtype=np.int64)
+        self._chosen: list[torch.Tensor] = []
         self._table = RoutingTable(placement, seat) if placement is not None else None
         self._attach(transport)
 
@@ -147,9 +148,7 @@ class TokenRouter:
         start, kernel_before = time.perf_counter(), self._counters.kernel_s
         self.enter_layer(layer)
         self._aligner.saw_layer(layer)
-        self._gate_tokens += np.bincount(
-            topk.topk_ids.numpy().ravel() + 1, minlength=len(self._gate_tokens)
-        )
+        self._chosen.append(topk.topk_ids)  # counted once a step: it is slow beside a cold cache
         output = self._exchange_all(layer, hidden_states.to(self._dtype), topk)
         waited = time.perf_counter() - start - (self._counters.kernel_s - kernel_before)
         if self._kind is StepKind.BIG:
@@ -211,6 +210,7 @@ class TokenRouter:
     def end_step(self, *, more_work: bool) -> None:
         """Leave the step after its commit; ``more_work``: another one follows at once."""
         seconds = time.perf_counter() - self._step_start
+        self._count_chosen()
         counters = self._counters
         counters.steps += 1
         if self._kind is StepKind.BIG:
@@ -225,8 +225,15 @@ class TokenRouter:
             )
         self._publish(StepKind.BETWEEN if more_work else StepKind.IDLE, 0)
 
+    def _count_chosen(self) -> None:
+        if self._chosen:
+            ids = torch.cat(self._chosen).numpy().ravel()
+            self._gate_tokens += np.bincount(ids + 1, minlength=len(self._gate_tokens))
+            self._chosen.clear()
+
     def abort_step(self) -> None:
         """Drop the running step; its rounds may still be answered and are then thrown away."""
+        self._chosen.clear()
         self._publish(StepKind.IDLE, 0)
 
     def poll(self) -> None:
@@ -302,7 +309,10 @@ class TokenRouter:
         return self._counters.as_dict()
 
     def gate_tokens(self) -> list[int]:
-        """Real tokens per logical expert chosen by this rank's gates, all layers together."""
+        """Real tokens per logical expert chosen by this rank's gates in finished steps.
+
+        Summed over layers; a step that is aborted and run again counts once.
+        """
         return self._gate_tokens[1:].tolist()
 
     def expert_tokens(self) -> list[int]:

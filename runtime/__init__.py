@@ -6,4 +6,6 @@ Only ``runtime.cluster`` imports ray; only ``runtime.api`` knows HTTP.
 """
 
 if __name__ != "coterie.runtime":
-    raise ImportError("import coterie.runtime, not runtime: two copies of a class never compare equal")
+    raise ImportError(
+        "import coterie.runtime, not runtime: two copies of a class never compare equal"
+    )

@@ -1,5 +1,6 @@
 """Requests as users state them: sampling parameters, prompts, outputs. No torch."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -47,61 +48,41 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Raises:
             InvalidRequest: names the field, what it got and what is allowed.
         """
-        checks = (
-            ("n", self.n, 1 <= self.n <= 128, "between 1 and 128"),
-            ("temperature", self.temperature, 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
-            ("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "in (0, 1]"),
-            ("top_k", self.top_k, self.top_k >= -1, "-1, 0 (off) or positive"),
-            ("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "in [0, 1]"),
-            ("presence_penalty", self.presence_penalty, abs(self.presence_penalty) <= 2, "in [-2, 2]"),
-            (
-                "frequency_penalty",
-                self.frequency_penalty,
-                abs(self.frequency_penalty) <= 2,
-                "in [-2, 2]",
-            ),
-            (
-                "repetition_penalty",
-                self.repetition_penalty,
-                0 < self.repetition_penalty < float("inf"),
-                "positive",
-            ),
-            ("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, ">= 1"),
-            (
-                "min_tokens",
-                self.min_tokens,
-                0 <= self.min_tokens <= (self.max_tokens or self.min_tokens),
-                "between 0 and max_tokens",
-            ),
-            (
-                "logprobs",
-                self.logprobs,
-                self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-                f"between 0 and {MAX_LOGPROBS}",
-            ),
-            (
-                "seed",
-                self.seed,
-                self.seed is None or -(2**63) <= self.seed < 2**63,
-                "a 64-bit integer",
-            ),
-            ("stop", self.stop, all(self.stop) and len(self.stop) <= 16, "at most 16 non-empty strings"),
-            (
-                "stop_token_ids",
-                self.stop_token_ids,
-                all(0 <= t < vocab_size for t in self.stop_token_ids),
-                f"token ids below {vocab_size}",
-            ),
-            (
-                "logit_bias",
-                self.logit_bias,
-                all(0 <= t < vocab_size for t in self.logit_bias or {}),
-                f"token ids below {vocab_size}",
-            ),
-        )
-        for name, value, good, allowed in checks:
-            if not good:
+        for name, good, allowed in _RANGES:
+            if not good(self):
+                value = getattr(self, name)
                 raise InvalidRequest(f"{name} must be {allowed}, got {value!r}", param=name)
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+            wrong = [token for token in ids or () if not 0 <= token < vocab_size]
+            if wrong:
+                raise InvalidRequest(
+                    f"{name} must hold token ids below {vocab_size}, got {wrong[0]}", param=name
+                )
+
+
+_RANGES: tuple[tuple[str, Callable[[SamplingParams], bool], str], ...] = (
+    ("n", lambda p: 1 <= p.n <= 128, "between 1 and 128"),
+    ("temperature", lambda p: 0 <= p.temperature <= 100, "between 0 and 100"),
+    ("top_p", lambda p: 0 < p.top_p <= 1, "in (0, 1]"),
+    ("top_k", lambda p: p.top_k >= -1, "-1 or 0 (off), or positive"),
+    ("min_p", lambda p: 0 <= p.min_p <= 1, "in [0, 1]"),
+    ("presence_penalty", lambda p: -2 <= p.presence_penalty <= 2, "in [-2, 2]"),
+    ("frequency_penalty", lambda p: -2 <= p.frequency_penalty <= 2, "in [-2, 2]"),
+    ("repetition_penalty", lambda p: 0 < p.repetition_penalty < float("inf"), "positive"),
+    ("max_tokens", lambda p: p.max_tokens is None or p.max_tokens >= 1, "at least 1"),
+    (
+        "min_tokens",
+        lambda p: 0 <= p.min_tokens <= (p.min_tokens if p.max_tokens is None else p.max_tokens),
+        "between 0 and max_tokens",
+    ),
+    (
+        "logprobs",
+        lambda p: p.logprobs is None or 0 <= p.logprobs <= MAX_LOGPROBS,
+        f"between 0 and {MAX_LOGPROBS}",
+    ),
+    ("seed", lambda p: p.seed is None or -(2**63) <= p.seed < 2**63, "a 64-bit integer"),
+    ("stop", lambda p: all(p.stop) and len(p.stop) <= 16, "at most 16 non-empty strings"),
+)
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -122,6 +103,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling_params: SamplingParams = SamplingParams()
     deadline_s: float | None = None
     """Seconds from arrival after which the request fails with DeadlineExceeded."""
+    data_parallel_rank: int | None = None
+    """Attention rank that must serve it (index, not seat); None: the coordinator chooses."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):

@@ -99,6 +99,7 @@ class RankConnection:
 
         Raises:
             HandshakeError: wrong token or version, or the rank closed the connection.
+            ProtocolError: what it sent follows no schema.
             PlacementError: nothing listens at the address, or it does not answer in time.
         """
         frames = _Frames()
@@ -109,6 +110,7 @@ class RankConnection:
                 replies = connection._collect()
                 await _connect(address, frames)
                 await connection._prove(replies, token, purpose, generation, versions)
+            connection._take_over(on_message, on_lost)
         except TimeoutError:
             connection.close()
             raise PlacementError(
@@ -121,15 +123,20 @@ class RankConnection:
         except RuntimeFailure:
             connection.close()
             raise
-        decoder = connection._decoder
-        frames.receive = lambda body: on_message(codec.decode(decoder, body))
-        frames.lost = lambda reason: on_lost(address.seat, reason)
-        if frames.transport is None or frames.transport.is_closing():
-            raise HandshakeError(f"rank {address.seat} closed the connection after the handshake")
-        for body in connection._early:
-            on_message(codec.decode(decoder, body))
-        connection._early.clear()
         return connection
+
+    def _take_over(
+        self, on_message: Callable[[Any], None], on_lost: Callable[[int, str], None]
+    ) -> None:
+        """From the handshake to messages, those that came early first."""
+        frames, decoder = self._frames, self._decoder
+        if frames.transport is None or frames.transport.is_closing():
+            raise HandshakeError(f"rank {self.seat} closed the connection after the handshake")
+        for body in self._early:
+            on_message(codec.decode(decoder, body))
+        self._early.clear()
+        frames.receive = lambda body: on_message(codec.decode(decoder, body))
+        frames.lost = lambda reason: on_lost(self.seat, reason)
 
     def _collect(self) -> "asyncio.Queue[Any]":
         """Handshake messages as they come, or the error that ended the connection."""

@@ -1,23 +1,23 @@
 """The one tree of errors; a leaf that imports nothing of the project.
 
-    CoterieError
-      RequestError            this request failed, the engine is alive
-        InvalidRequest        the caller must change the request (also a ValueError)
-        NotFound              no such model or request
-        QueueFull             the waiting queue is full; retry later
-        DeadlineExceeded      the request's own deadline passed
-        Cancelled             the caller or an operator aborted it
-      ConfigError             flags or files do not fit together (also a ValueError)
-        ModelError            a config.json that is not supported or not consistent
-        CheckpointError       missing, truncated or corrupt weights
-      RuntimeFailure          something of the deployment broke
-        RankDied              a rank is dead or does not answer
-        RankFault             a rank reported an exception of its own
-        EpochChanged          the step belongs to an older membership
-        EngineDead            the engine stopped
-        PlacementError        ranks cannot be placed on this machine or cluster
-        HandshakeError        two ends do not fit together (version, token, model, layout)
-        ProtocolError         a frame that does not follow the schema
+- CoterieError
+  - RequestError            this request failed, the engine is alive
+    - InvalidRequest        the caller must change the request (also a ValueError)
+    - NotFound              no such model or request
+    - QueueFull             the waiting queue is full; retry later
+    - DeadlineExceeded      the request's own deadline passed
+    - Cancelled             the caller or an operator aborted it
+  - ConfigError             flags or files do not fit together (also a ValueError)
+    - ModelError            a config.json that is not supported or not consistent
+    - CheckpointError       missing, truncated or corrupt weights
+  - RuntimeFailure          something of the deployment broke
+    - RankDied              a rank is dead or does not answer
+    - RankFault             a rank reported an exception of its own
+    - EpochChanged          the step belongs to an older membership
+    - EngineDead            the engine stopped
+    - PlacementError        ranks cannot be placed on this machine or cluster
+    - HandshakeError        two ends do not fit together (version, token, model, layout)
+    - ProtocolError         a frame that does not follow the schema
 """
 
 
