@@ -19,16 +19,14 @@ def main() -> None:
     parser.add_argument("--prefills", type=int, default=3)
     args = parser.parse_args()
     rng = random.Random(0)
-    with served("--max-num-seqs", "8") as server:
+    with served() as server:
         model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
         common = {"model": model, "temperature": 0, "ignore_eos": True}
-        # Four requests of one token each on either rank would mix the ranks: fill one rank with 8
-        # decoding requests (its limit) and let the long prompts find the other one.
-        stop = threading.Event()
         arrivals: list[list[float]] = [[] for _ in range(16)]
 
         def decoder(index: int) -> None:
             body = common | {"prompt": [7 + index] * 16, "max_tokens": 1900}
+            body["data_parallel_rank"] = 0
             with httpx.Client() as http:
                 stream_completion(http, server.url, body, arrivals[index])
 
@@ -45,11 +43,9 @@ def main() -> None:
             for _ in range(args.prefills):
                 prompt = [rng.randrange(100, 40000) for _ in range(args.prompt_len)]
                 start = time.monotonic()
-                stream_completion(
-                    http, server.url, common | {"prompt": prompt, "max_tokens": 1}, []
-                )
+                body = common | {"prompt": prompt, "max_tokens": 1, "data_parallel_rank": 1}
+                stream_completion(http, server.url, body, [])
                 spans.append((start, time.monotonic()))
-        stop.set()
         print(f"free KV blocks per seat with 8 decoding: {seats}")
         quiet = gaps(arrivals, [(quiet_from, quiet_to)])
         busy = gaps(arrivals, spans)

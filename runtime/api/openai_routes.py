@@ -122,6 +122,7 @@ class OpenAIRoutes:
                     prompt_token_ids=None if isinstance(prompt, str) else prompt,
                     sampling_params=params,
                     deadline_s=body.deadline_s,
+                    data_parallel_rank=body.data_parallel_rank,
                 )
                 streams.append(await self._frontend.submit(request))
         except BaseException:
@@ -155,6 +156,11 @@ class OpenAIRoutes:
             raise validation_error(error) from None
         if body.model is not None and body.model != self._frontend.engine.served_model_name:
             raise model_not_found(body.model)
+        rank = request.headers.get("x-data-parallel-rank")
+        if rank is not None:
+            if not rank.isdecimal():
+                raise InvalidRequest(f"X-data-parallel-rank must be a rank index, got {rank!r}")
+            body.data_parallel_rank = int(rank)
         body.check()
         return body
 

@@ -58,6 +58,8 @@ class SamplingFields(_Lenient):
 
     # ours
     deadline_s: Annotated[float, Field(gt=0)] | None = None
+    data_parallel_rank: int | None = None
+    """Also as header X-data-parallel-rank."""
     """Seconds from arrival after which the request fails with 504."""
 
     @property

@@ -40,6 +40,7 @@ class RpcService:
             prompt_token_ids=call.prompt_token_ids,
             sampling_params=call.sampling_params,
             deadline_s=call.deadline_s,
+            data_parallel_rank=call.data_parallel_rank,
         )
         async for output in self._outputs(request):
             yield output
@@ -51,6 +52,7 @@ class RpcService:
             prompt_token_ids=token_ids,
             sampling_params=call.sampling_params,
             deadline_s=call.deadline_s,
+            data_parallel_rank=call.data_parallel_rank,
         )
         async for output in self._outputs(request):
             yield output

@@ -28,6 +28,7 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str | None = None
     """For Abort from elsewhere; default: the server makes one."""
     deadline_s: float | None = None
+    data_parallel_rank: int | None = None
 
 
 class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +37,7 @@ class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] = {}
     request_id: str | None = None
     deadline_s: float | None = None
+    data_parallel_rank: int | None = None
 
 
 class TokenizeCall(msgspec.Struct, frozen=True, kw_only=True):

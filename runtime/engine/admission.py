@@ -37,6 +37,7 @@ class Admission:
         eos_token_ids: tuple[int, ...],
         max_model_len: int,
         max_cache_tokens: int,
+        attention_seats: tuple[int, ...],
         seed: int,
     ) -> None:
         self._tokenizer = tokenizer
@@ -44,6 +45,7 @@ class Admission:
         self._eos_token_ids = list(eos_token_ids)
         self._max_model_len = max_model_len
         self._max_cache_tokens = max_cache_tokens
+        self._attention_seats = attention_seats
         self._random = random.Random(seed)
 
     async def prompt_token_ids(self, request: GenerateRequest) -> list[int]:
@@ -104,8 +106,9 @@ class Admission:
         """One choice per ``n``; they differ in index only, which their randomness depends on.
 
         Raises:
-            InvalidRequest: stop strings without a tokenizer.
+            InvalidRequest: stop strings without a tokenizer, or no such rank.
         """
+        wanted_seat = self._wanted_seat(request.data_parallel_rank)
         params = self._resolved(request.sampling_params, len(prompt_token_ids))
         block_hashes = hashes(prompt_token_ids)
         return [
@@ -118,9 +121,20 @@ class Admission:
                 detokenizer=Detokenizer(self._tokenizer, prompt_token_ids, params),
                 stream=stream,
                 block_hashes=block_hashes,
+                wanted_seat=wanted_seat,
             )
             for index in range(request.sampling_params.n)
         ]
+
+    def _wanted_seat(self, rank: int | None) -> int | None:
+        if rank is None:
+            return None
+        if not 0 <= rank < len(self._attention_seats):
+            raise InvalidRequest(
+                f"data_parallel_rank must be below {len(self._attention_seats)}, got {rank}",
+                param="data_parallel_rank",
+            )
+        return self._attention_seats[rank]
 
     def _resolved(self, params: SamplingParams, num_prompt: int) -> SamplingParams:
         room = min(self._max_model_len, self._max_cache_tokens) - num_prompt

@@ -27,6 +27,8 @@ class Choice:
     stream: RequestStream
     block_hashes: Sequence[bytes] = ()
     """Of the prompt's full blocks; empty without prefix caching."""
+    wanted_seat: int | None = None
+    """The attention rank that serves it as long as it lives; None: any."""
     output_token_ids: list[int] = field(default_factory=list)
     seat: int | None = None
     """The attention rank it is bound to; None while it waits."""

@@ -108,6 +108,8 @@ class Coordinator:
         for rank in self.ranks.values():
             if not self._has_slot(rank) or need > rank.room_blocks:
                 continue
+            if choice.wanted_seat in self.ranks and rank.seat != choice.wanted_seat:
+                continue
             cached = rank.prefixes.match(choice.block_hashes) * self._block_size
             cost = rank.cost + choice.num_tokens - cached
             if best is None or cost < best_cost:

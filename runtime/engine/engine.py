@@ -79,6 +79,7 @@ class AsyncEngine:
             eos_token_ids=plan.model_config.eos_token_ids,
             max_model_len=plan.max_model_len,
             max_cache_tokens=self._coordinator.max_tokens_per_choice,
+            attention_seats=plan.layout.attention_seats,
             seed=plan.config.model.seed,
         )
         self._live: dict[str, _Live] = {}
