@@ -13,7 +13,7 @@ from coterie.errors import EpochChanged, RankDied
 from coterie.router.counters import RouterCounters
 from coterie.router.transports.base import Transport
 
-YIELDS = 80
+YIELDS = 20
 STEP_BLOCK_S = 0.0005
 """Longest block inside a step."""
 CHECK_S = 0.05
