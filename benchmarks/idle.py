@@ -5,6 +5,7 @@ only one attention rank decodes.
 """
 
 import argparse
+import contextlib
 import threading
 import time
 
@@ -41,7 +42,7 @@ def main() -> None:
         body |= {"temperature": 0, "ignore_eos": True}
 
         def client() -> None:
-            with httpx.Client() as http:
+            with httpx.Client() as http, contextlib.suppress(RuntimeError, httpx.HTTPError):
                 stream_completion(http, server.url, body, [])
 
         threading.Thread(target=client, daemon=True).start()

@@ -4,6 +4,7 @@ python benchmarks/prefill_beside_decode.py
 """
 
 import argparse
+import contextlib
 import random
 import threading
 import time
@@ -27,7 +28,8 @@ def main() -> None:
         def decoder(index: int) -> None:
             body = common | {"prompt": [7 + index] * 16, "max_tokens": 1900}
             body["data_parallel_rank"] = 0
-            with httpx.Client() as http:
+            # They are still decoding when the server is stopped.
+            with httpx.Client() as http, contextlib.suppress(RuntimeError, httpx.HTTPError):
                 stream_completion(http, server.url, body, arrivals[index])
 
         threads = [threading.Thread(target=decoder, args=(i,), daemon=True) for i in range(8)]
