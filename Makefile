@@ -39,6 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  fi; \
 	  "$$found" -m venv .venv; \
 	fi
+	@echo "Installing into .venv: about two minutes, without further output"
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_FLAGS) \
 	  -c constraints.txt -e '.[dev]'
 	@touch $@

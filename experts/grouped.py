@@ -6,10 +6,10 @@ Called by the token router for a rank's own rounds and for those of its peers.
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from coterie.experts.kernels.base import Kernels
+from coterie.experts.rows import Rows
 
 
 class GroupedExperts:
@@ -33,10 +33,8 @@ class GroupedExperts:
         self.physical_ids = tuple(physical_ids)
         self._kernels = kernels
         self._layers = list(packed_layers)
-        # One more entry than experts: id -1 reads the last one, which says "not here".
-        self._local_of = np.full(num_physical + 1, -1, dtype=np.int32)
-        self._local_of[list(physical_ids)] = np.arange(len(physical_ids), dtype=np.int32)
-        self._tokens = np.zeros(len(physical_ids), dtype=np.int64)
+        self._physical_ids = torch.tensor(self.physical_ids, dtype=torch.int32)
+        self._tokens = torch.zeros(len(self.physical_ids), dtype=torch.int64)
 
     @property
     def num_layers(self) -> int:
@@ -52,38 +50,20 @@ class GroupedExperts:
         return self._tokens.tolist()
 
     def forward(
-        self,
-        layer: int,
-        hidden_states: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        out: torch.Tensor,
-        first: int = 0,
-        last: int | None = None,
+        self, layer: int, segments: Sequence[Rows], first: int = 0, last: int | None = None
     ) -> None:
-        """Add the weighted outputs of local experts ``first..last-1`` to ``out``.
+        """Compute local experts ``first..last-1`` for the rows of all segments, in place.
+
+        One pass over the weights, whatever the number of segments; a row's result does not depend
+        on the others.
 
         Args:
             layer: index among the MoE layers.
-            hidden_states: ``[num_tokens, hidden]`` model dtype.
-            topk_ids: ``[num_tokens, top_k]`` int32 physical experts, -1 = none; ids that are not
-                local are ignored. A token names an expert once.
-            topk_weights: ``[num_tokens, top_k]`` float32.
-            out: ``[num_tokens, hidden]`` float32. Calls over consecutive ranges of experts equal
-                one call over all of them, bit for bit.
+            segments: their ``out`` becomes the weighted sum of the experts if ``first`` is 0, else
+                is added to: calls over consecutive ranges equal one call over all of them, bit
+                for bit. Ids that are not local are ignored.
         """
         last = self.num_local if last is None else last
-        local_ids = self._local_of[topk_ids.numpy()]
-        counts = np.bincount(local_ids.ravel() + 1, minlength=self.num_local + 1)[1:]
-        if not counts[first:last].any():
-            return
         self._kernels.experts(
-            hidden_states,
-            torch.from_numpy(local_ids),
-            topk_weights,
-            self._layers[layer],
-            out,
-            first,
-            last,
+            segments, self._physical_ids, self._layers[layer], first, last, self._tokens
         )
-        self._tokens[first:last] += counts[first:last]

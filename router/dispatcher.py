@@ -2,123 +2,123 @@
 
 A token goes once to each expert rank that has at least one of its experts and comes back as one
 weighted partial sum. Partial sums are added in seat order, so a token's sum does not depend on
-who answered first.
+who answered first. Rows are written once, straight to where the experts will read them; the own
+ones to a buffer here, in the same form as a round.
 """
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from coterie.experts.kernels.base import Kernels
 from coterie.experts.placement import ExpertPlacement
+from coterie.experts.rows import Partial, RowBuffer, Rows
 from coterie.router.gate import TopKOutput
 from coterie.router.transports.base import Transport
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows with routing in physical ids; the shape that experts take."""
-
-    hidden_states: torch.Tensor
-    """``[num_tokens, hidden_size]`` model dtype."""
-    topk_ids: torch.Tensor
-    """``[num_tokens, top_k]`` int32 physical ids; ids of other ranks or -1 are ignored."""
-    topk_weights: torch.Tensor
-    """``[num_tokens, top_k]`` float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class SentRound:
+class SentRound(NamedTuple):
     peer: int
     sequence: int
-    rows: torch.Tensor | None
-    """``[num_sent]`` int64 rows of the batch, None = all of them."""
+    num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class DispatchHandle:
-    """What ``combine`` needs to know of a dispatch."""
+class DispatchHandle(NamedTuple):
+    """What ``combine`` needs to know of a dispatch. One per rank is open at a time."""
 
     num_tokens: int
     own: Rows | None
-    """All rows, if any of them has an expert on this rank."""
-    sent: tuple[SentRound, ...]
+    """The rows with an expert on this rank; the experts write their partial sums to ``out``."""
+    sent: list[SentRound]
     """Ascending by peer."""
 
 
-class RoutingTable:
-    """Index math from logical experts to rounds, for one home seat. Pure."""
+def routing_tables(placement: ExpertPlacement, home_seat: int) -> dict[int, torch.Tensor]:
+    """Per expert rank, ascending: ``[num_experts]`` int32, logical -> physical expert there or -1.
 
-    def __init__(self, placement: ExpertPlacement, home_seat: int) -> None:
-        chosen = placement.logical_to_physical(home_seat)
-        seats = placement.physical_seats[chosen]
-        self.expert_seats = placement.seats
-        # Per seat: logical -> physical expert there, else -1. One more element at the end, so
-        # that id -1 stays -1.
-        self._tables = {
-            seat: np.append(np.where(seats == seat, chosen, np.int32(-1)), np.int32(-1))
-            for seat in self.expert_seats
-        }
-
-    def ids_on(self, seat: int, topk_ids: np.ndarray) -> np.ndarray:
-        """``[num_tokens, top_k]`` logical ids -> physical ids on ``seat``, -1 = not there."""
-        table = self._tables.get(seat)
-        return np.full_like(topk_ids, -1) if table is None else table[topk_ids]
-
-    def rows_for(self, seat: int, topk_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows with an expert on ``seat``, and the physical ids of these rows."""
-        ids = self.ids_on(seat, topk_ids)
-        rows = np.flatnonzero(ids.max(axis=1) >= 0)
-        return rows, ids if len(rows) == len(ids) else ids[rows]
+    An expert with replicas is in exactly one table of a home seat.
+    """
+    chosen = placement.logical_to_physical(home_seat)
+    seats = placement.physical_seats[chosen]
+    return {
+        seat: torch.from_numpy(np.where(seats == seat, chosen, -1).astype(np.int32))
+        for seat in placement.seats
+    }
 
 
 class TokenDispatcher:
     """Dispatch and combine of one attention rank."""
 
-    def __init__(self, transport: Transport, table: RoutingTable) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        tables: dict[int, torch.Tensor],
+        kernels: Kernels,
+        dtype: torch.dtype,
+    ) -> None:
+        """Args:
+        tables: see ``routing_tables``.
+        dtype: what rows are rounded to, the own ones too.
+        """
         self._transport = transport
-        self._table = table
+        self._tables = tables
+        self._kernels = kernels
+        self._dtype = dtype
         self._outstanding: dict[int, deque[int]] = {
-            seat: deque() for seat in table.expert_seats if seat != transport.seat
+            seat: deque() for seat in tables if seat != transport.seat
         }
+        self._own: RowBuffer | None = None
+        self._index: dict[int, torch.Tensor] = {}
+        """Per expert rank, which rows of the batch it has been given."""
 
     def dispatch(
         self, layer: int, hidden_states: torch.Tensor, topk: TopKOutput, *, big: bool
     ) -> DispatchHandle:
-        """Post the rows to the expert ranks that need them.
+        """Post the rows to the expert ranks that need them, then set the own ones aside.
 
         Args:
-            hidden_states: ``[num_tokens, hidden_size]`` model dtype, at most
-                ``transport.max_rows`` rows.
+            hidden_states: ``[num_tokens, hidden_size]`` float32, at most ``transport.max_rows``
+                rows.
 
         Raises:
             RankDied: one of those ranks is gone.
         """
-        num_tokens = hidden_states.shape[0]
-        topk_ids = topk.topk_ids.numpy()
+        transport, num_tokens = self._transport, len(hidden_states)
+        if self._own is None or self._own.capacity < num_tokens:
+            self._grow(num_tokens, hidden_states.shape[1], topk.topk_ids.shape[1])
         sent = []
         for peer, outstanding in self._outstanding.items():
-            rows, ids = self._table.rows_for(peer, topk_ids)
-            if not len(rows):
-                continue
-            index = None if len(rows) == num_tokens else torch.from_numpy(rows)
-            sequence = self._transport.post(
-                peer,
-                layer,
-                hidden_states if index is None else hidden_states.index_select(0, index),
-                torch.from_numpy(ids),
-                topk.topk_weights if index is None else topk.topk_weights.index_select(0, index),
-                big=big,
-            )
-            outstanding.append(sequence)
-            sent.append(SentRound(peer, sequence, index))
+            count = self._route(peer, hidden_states, topk, transport.reserve(peer, num_tokens))
+            if count:
+                sequence = transport.post(peer, layer, count, big=big)
+                outstanding.append(sequence)
+                sent.append(SentRound(peer, sequence, count))
         own = None
-        own_ids = self._table.ids_on(self._transport.seat, topk_ids)
-        if own_ids.max() >= 0:
-            own = Rows(hidden_states, torch.from_numpy(own_ids), topk.topk_weights)
-        return DispatchHandle(num_tokens, own, tuple(sent))
+        if transport.seat in self._tables:
+            assert self._own is not None
+            count = self._route(transport.seat, hidden_states, topk, self._own)
+            own = Rows(self._own, count) if count else None
+        return DispatchHandle(num_tokens, own, sent)
+
+    def _route(
+        self, seat: int, hidden_states: torch.Tensor, topk: TopKOutput, into: RowBuffer
+    ) -> int:
+        return self._kernels.route(
+            hidden_states,
+            topk.topk_ids,
+            topk.topk_weights,
+            self._tables[seat],
+            into,
+            self._index[seat],
+        )
+
+    def _grow(self, num_tokens: int, hidden_size: int, top_k: int) -> None:
+        capacity = max(64, 1 << (num_tokens - 1).bit_length())
+        self._own = RowBuffer.empty(capacity, hidden_size, top_k, self._dtype)
+        self._index = {seat: torch.empty(capacity, dtype=torch.int32) for seat in self._tables}
 
     def replies_here(self, handle: DispatchHandle) -> Callable[[], bool]:
         """A predicate: has every round of ``handle`` been answered?"""
@@ -149,44 +149,24 @@ class TokenDispatcher:
                 self._transport.release(peer, outstanding.popleft())
         return not any(self._outstanding.values())
 
-    def combine(self, handle: DispatchHandle, partial: torch.Tensor | None) -> torch.Tensor:
-        """Add this rank's partial sums and the replies, in seat order.
-
-        Args:
-            handle: with at least one sent round, unless ``partial`` is given.
-            partial: ``[num_tokens, hidden_size]`` float32 of the own experts, or None; may be
-                written to.
+    def combine(self, handle: DispatchHandle) -> torch.Tensor:
+        """Add the own partial sums and the replies, in seat order.
 
         Returns:
-            ``[num_tokens, hidden_size]`` float32, new or ``partial`` itself.
+            ``[num_tokens, hidden_size]`` float32, new.
         """
-        replies = {sent.peer: sent for sent in handle.sent}
-        total: torch.Tensor | None = None
-        for seat in self._table.expert_seats:
-            if seat == self._transport.seat:
-                if partial is not None:
-                    total = partial if total is None else total.add_(partial)
-            elif seat in replies:
-                total = self._add_reply(total, replies[seat], handle.num_tokens)
-        assert total is not None, "nothing was dispatched"
-        return total
+        partials = {sent.peer: self._reply(sent) for sent in handle.sent}
+        seat, own = self._transport.seat, handle.own
+        if own is not None:
+            partials[seat] = Partial(own.buffer.out, self._index[seat], own.num_tokens)
+        in_order = [partials[seat] for seat in self._tables if seat in partials]
+        output = self._kernels.combine(in_order, handle.num_tokens)
+        for sent in handle.sent:
+            self._transport.release(sent.peer, sent.sequence)
+            self._outstanding[sent.peer].popleft()
+        return output
 
-    def _add_reply(
-        self, total: torch.Tensor | None, sent: SentRound, num_tokens: int
-    ) -> torch.Tensor:
+    def _reply(self, sent: SentRound) -> Partial:
         reply = self._transport.poll_reply(sent.peer, sent.sequence)
         assert reply is not None, "combine follows the wait for all replies"
-        if total is None:
-            if sent.rows is None:
-                total = reply.clone()
-            else:
-                total = reply.new_zeros((num_tokens, reply.shape[1])).index_copy_(
-                    0, sent.rows, reply
-                )
-        elif sent.rows is None:
-            total.add_(reply)
-        else:
-            total.index_add_(0, sent.rows, reply)
-        self._transport.release(sent.peer, sent.sequence)
-        self._outstanding[sent.peer].popleft()
-        return total
+        return Partial(reply, self._index[sent.peer], sent.num_tokens)

@@ -8,12 +8,10 @@ rows, so merging never changes a value.
 import time
 from collections.abc import Sequence
 
-import torch
-
 from coterie.experts.grouped import GroupedExperts
+from coterie.experts.rows import Rows
 from coterie.router.alignment import PassPredictor
 from coterie.router.counters import RouterCounters
-from coterie.router.dispatcher import Rows
 from coterie.router.round import Round
 from coterie.router.state import SeatState, StepKind
 from coterie.router.transports.base import Transport
@@ -45,9 +43,6 @@ class ExpertServer:
         self._job: Round | None = None
         self._job_next = 0
         self._job_order = list(sources)
-        self._scratch: tuple[Rows, torch.Tensor] | None = None
-        self._cuts: dict[int, tuple[Rows, torch.Tensor]] = {}
-        """Views of the first rows of the scratch, by their number; costly to make each time."""
 
     def next_small(self, skip_layer: int = -1) -> Round | None:
         """A small round that waits for an answer, of any layer but ``skip_layer``."""
@@ -120,40 +115,20 @@ class ExpertServer:
             and self._lapsed.get(seat) != state
         )
 
-    def run_pass(
-        self, layer: int, own: Rows | None, rounds: Sequence[Round]
-    ) -> torch.Tensor | None:
+    def run_pass(self, layer: int, own: Rows | None, rounds: Sequence[Round]) -> None:
         """One pass over the layer's local experts for own rows and rounds; replies to the latter.
 
-        Returns:
-            ``[num_tokens, hidden_size]`` float32 partial sums of ``own``, or None without it.
+        All rows stay where they lie; each ``out`` receives its partial sums.
         """
-        partial = None
-        if own is not None and not rounds:
-            partial = torch.zeros(own.hidden_states.shape, dtype=torch.float32)
-            seconds = self._compute(layer, own, partial)
-        elif own is None and len(rounds) == 1:
-            rounds[0].out.zero_()
-            seconds = self._compute(layer, _rows_of(rounds[0]), rounds[0].out)
-        elif rounds:
-            parts = [*([own] if own is not None else []), *map(_rows_of, rounds)]
-            counts = [part.hidden_states.shape[0] for part in parts]
-            rows, out = self._concatenate(parts, sum(counts))
-            seconds = self._compute(layer, rows, out)
-            start = 0
-            if own is not None:
-                start = counts[0]
-                partial = out[:start].clone()  # the scratch serves others before combine
-            for round in rounds:
-                end = start + round.header.num_tokens
-                round.out.copy_(out[start:end])
-                start = end
-        else:
-            return None
+        segments = [round.rows for round in rounds]
+        if own is not None:
+            segments.append(own)
+        if not segments:
+            return
+        seconds = self._compute(layer, segments)
         for round in rounds:
             self._transport.reply(round)
-        self._count_pass(seconds, len(rounds), merged=len(rounds) + (own is not None) > 1)
-        return partial
+        self._count_pass(seconds, len(rounds), merged=len(segments) > 1)
 
     def _count_pass(self, seconds: float, served: int, *, merged: bool) -> None:
         counters = self._counters
@@ -166,31 +141,14 @@ class ExpertServer:
             counters.lone_passes += 1
 
     def _compute(
-        self, layer: int, rows: Rows, out: torch.Tensor, first: int = 0, last: int | None = None
+        self, layer: int, segments: Sequence[Rows], first: int = 0, last: int | None = None
     ) -> float:
         start = time.perf_counter()
-        self._experts.forward(
-            layer, rows.hidden_states, rows.topk_ids, rows.topk_weights, out, first, last
-        )
+        self._experts.forward(layer, segments, first, last)
         seconds = time.perf_counter() - start
         self._counters.kernel_s += seconds
         self._waiter.tick += 1
         return seconds
-
-    def _concatenate(self, parts: Sequence[Rows], total: int) -> tuple[Rows, torch.Tensor]:
-        """Copy rows into scratch that only grows; returns them and zeroed room for the output."""
-        scratch = self._scratch
-        if scratch is None or scratch[0].hidden_states.shape[0] < total:
-            capacity = max(64, 1 << (total - 1).bit_length())
-            scratch = self._scratch = _make_scratch(parts[0], capacity)
-            self._cuts.clear()
-        if total not in self._cuts:
-            self._cuts[total] = _first(scratch, total)
-        rows, out = self._cuts[total]
-        torch.cat([part.hidden_states for part in parts], out=rows.hidden_states)
-        torch.cat([part.topk_ids for part in parts], out=rows.topk_ids)
-        torch.cat([part.topk_weights for part in parts], out=rows.topk_weights)
-        return rows, out.zero_()
 
     def run_job_piece(self) -> bool:
         """The next one or two experts of the oldest big round; False if there is none."""
@@ -200,10 +158,9 @@ class ExpertServer:
             if job is None:
                 return False
             self._job, self._job_next = job, 0
-            job.out.zero_()
         first = self._job_next
         last = min(first + _piece(job.header.num_tokens), self._experts.num_local)
-        self._compute(job.header.layer, _rows_of(job), job.out, first, last)
+        self._compute(job.header.layer, [job.rows], first, last)
         self._counters.job_pieces += 1
         self._job_next = last
         if last == self._experts.num_local:
@@ -222,16 +179,14 @@ class ExpertServer:
                 return round
         return None
 
-    def run_own_pieces(self, layer: int, own: Rows) -> torch.Tensor:
+    def run_own_pieces(self, layer: int, own: Rows) -> None:
         """The own rows of a big step by pieces of experts, serving small rounds in between."""
-        partial = torch.zeros(own.hidden_states.shape, dtype=torch.float32)
-        piece = _piece(own.hidden_states.shape[0])
+        piece = _piece(own.num_tokens)
         for first in range(0, self._experts.num_local, piece):
             last = min(first + piece, self._experts.num_local)
-            self._compute(layer, own, partial, first, last)
+            self._compute(layer, [own], first, last)
             self.serve_small()
         self._counters.expert_passes += 1
-        return partial
 
 
 def _piece(num_tokens: int) -> int:
@@ -240,23 +195,3 @@ def _piece(num_tokens: int) -> int:
 
 def _is_small(round: Round, layer: int) -> bool:
     return not round.header.big and round.header.layer == layer
-
-
-def _rows_of(round: Round) -> Rows:
-    return Rows(round.hidden_states, round.topk_ids, round.topk_weights)
-
-
-def _first(scratch: tuple[Rows, torch.Tensor], total: int) -> tuple[Rows, torch.Tensor]:
-    rows, out = scratch
-    cut = Rows(rows.hidden_states[:total], rows.topk_ids[:total], rows.topk_weights[:total])
-    return cut, out[:total]
-
-
-def _make_scratch(like: Rows, capacity: int) -> tuple[Rows, torch.Tensor]:
-    hidden_size = like.hidden_states.shape[1]
-    rows = Rows(
-        like.hidden_states.new_empty((capacity, hidden_size)),
-        like.topk_ids.new_empty((capacity, like.topk_ids.shape[1])),
-        like.topk_weights.new_empty((capacity, like.topk_weights.shape[1])),
-    )
-    return rows, torch.empty((capacity, hidden_size), dtype=torch.float32)

@@ -1,9 +1,12 @@
-"""A round: what one attention rank sends to one expert rank for one layer, and its reply."""
+"""A round: what one attention rank sends to one expert rank for one layer, and its reply.
 
-from dataclasses import dataclass
+Tuples, because one is made for every round received and frozen dataclasses are slow to make.
+"""
+
 from enum import IntEnum
+from typing import NamedTuple
 
-import torch
+from coterie.experts.rows import Rows
 
 
 class RoundKind(IntEnum):
@@ -12,8 +15,7 @@ class RoundKind(IntEnum):
     EXPERTS = 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoundHeader:
+class RoundHeader(NamedTuple):
     epoch: int
     source: int
     """Seat of the sender."""
@@ -26,16 +28,9 @@ class RoundHeader:
     kind: RoundKind = RoundKind.EXPERTS
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Round:
-    """A received request. Tensors are views that stay valid until the reply is posted."""
+class Round(NamedTuple):
+    """A received request."""
 
     header: RoundHeader
-    hidden_states: torch.Tensor
-    """``[num_tokens, hidden_size]`` model dtype."""
-    topk_ids: torch.Tensor
-    """``[num_tokens, top_k]`` int32 physical expert ids, -1 = not on this rank."""
-    topk_weights: torch.Tensor
-    """``[num_tokens, top_k]`` float32."""
-    out: torch.Tensor
-    """``[num_tokens, hidden_size]`` float32, reserved place of the reply (not zeroed)."""
+    rows: Rows
+    """Valid until the reply is posted; ``rows.out`` is the reserved place of the reply."""

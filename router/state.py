@@ -1,7 +1,7 @@
 """The one word a seat publishes about where it is."""
 
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 
 class StepKind(IntEnum):
@@ -15,8 +15,10 @@ class StepKind(IntEnum):
     """Inside a big step (long prefill): nobody waits for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class SeatState:
+_KINDS = tuple(StepKind)
+
+
+class SeatState(NamedTuple):
     """Published by a seat, read by its peers without a message. Fits in 64 bits."""
 
     epoch: int
@@ -31,7 +33,7 @@ class SeatState:
             (self.epoch & 0x7FFFFF) << 40
             | (self.step & 0xFFFFFF) << 16
             | (self.layer & 0xFFF) << 4
-            | int(self.kind)
+            | self.kind
         )
 
     @staticmethod
@@ -40,5 +42,5 @@ class SeatState:
             epoch=word >> 40 & 0x7FFFFF,
             step=word >> 16 & 0xFFFFFF,
             layer=word >> 4 & 0xFFF,
-            kind=StepKind(word & 0xF),
+            kind=_KINDS[word & 0xF],
         )

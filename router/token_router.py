@@ -14,10 +14,12 @@ import torch
 from coterie.errors import ConfigError
 from coterie.experts.config import MoEConfig
 from coterie.experts.grouped import GroupedExperts
+from coterie.experts.kernels.base import Kernels
 from coterie.experts.placement import ExpertPlacement
+from coterie.experts.rows import Rows
 from coterie.router.alignment import StepAligner
 from coterie.router.counters import RouterCounters
-from coterie.router.dispatcher import DispatchHandle, RoutingTable, TokenDispatcher
+from coterie.router.dispatcher import TokenDispatcher, routing_tables
 from coterie.router.expert_server import ExpertServer
 from coterie.router.gate import TopKOutput
 from coterie.router.state import SeatState, StepKind
@@ -40,6 +42,7 @@ class TokenRouter:
         attention_seats: Sequence[int],
         transport: Transport,
         experts: GroupedExperts | None,
+        kernels: Kernels,
         moe: MoEConfig | None,
         dtype: torch.dtype,
         fault_s: float,
@@ -56,6 +59,7 @@ class TokenRouter:
         self._placement = placement
         self._attention_seats = tuple(attention_seats)
         self._experts = experts
+        self._kernels = kernels
         self._dtype = dtype
         self._fault_s = fault_s
         self._counters = RouterCounters()
@@ -63,7 +67,7 @@ class TokenRouter:
         num_experts = moe.num_experts if moe is not None else 0
         self._gate_tokens = np.zeros(num_experts + 1, dtype=np.int64)
         self._chosen: list[torch.Tensor] = []
-        self._table = RoutingTable(placement, seat) if placement is not None else None
+        self._tables = routing_tables(placement, seat) if placement is not None else None
         self._attach(transport)
 
     def _attach(self, transport: Transport) -> None:
@@ -71,7 +75,9 @@ class TokenRouter:
         self._waiter = Waiter(transport, self._counters, self._fault_s)
         others = [seat for seat in self._attention_seats if seat in transport.peers]
         self._aligner = StepAligner(transport, self._waiter, others, self._counters)
-        self._dispatcher = TokenDispatcher(transport, self._table) if self._table else None
+        self._dispatcher = None
+        if self._tables is not None:
+            self._dispatcher = TokenDispatcher(transport, self._tables, self._kernels, self._dtype)
         self._server = None
         if self._experts is not None:
             self._server = ExpertServer(
@@ -149,7 +155,7 @@ class TokenRouter:
         self.enter_layer(layer)
         self._aligner.saw_layer(layer)
         self._chosen.append(topk.topk_ids)  # counted once a step: it is slow beside a cold cache
-        output = self._exchange_all(layer, hidden_states.to(self._dtype), topk)
+        output = self._exchange_all(layer, hidden_states, topk)
         waited = time.perf_counter() - start - (self._counters.kernel_s - kernel_before)
         if self._kind is StepKind.BIG:
             self._counters.big_exchange_s += waited
@@ -184,22 +190,21 @@ class TokenRouter:
         if last:
             # All rounds of this layer are out: gathers need not expect another one.
             self._publish(self._kind, layer + 1)
-        partial = self._run_experts(layer, handle, big)
+        if self._server is not None:
+            self._run_experts(self._server, layer, handle.own, big)
         if handle.sent:
             self._wait_for_replies(dispatcher.replies_here(handle))
-        elif partial is None:
-            return torch.zeros(rows.shape, dtype=torch.float32)
-        return dispatcher.combine(handle, partial)
+        elif handle.own is None:
+            return torch.zeros_like(rows)
+        return dispatcher.combine(handle)
 
-    def _run_experts(self, layer: int, handle: DispatchHandle, big: bool) -> torch.Tensor | None:
-        server = self._server
-        if server is None:
-            return None
-        if big:
-            return server.run_own_pieces(layer, handle.own) if handle.own is not None else None
-        partial = server.run_pass(layer, handle.own, server.gather(layer))
-        server.run_job_piece()  # a floor, so that decode cannot starve a peer's prefill
-        return partial
+    @staticmethod
+    def _run_experts(server: ExpertServer, layer: int, own: Rows | None, big: bool) -> None:
+        if not big:
+            server.run_pass(layer, own, server.gather(layer))
+            server.run_job_piece()  # a floor, so that decode cannot starve a peer's prefill
+        elif own is not None:
+            server.run_own_pieces(layer, own)
 
     def _wait_for_replies(self, done: Callable[[], bool]) -> None:
         assert self._dispatcher is not None
@@ -268,6 +273,7 @@ class TokenRouter:
             what="work",
             limit_s=timeout_s,
             wake_fds=wake_fds,
+            spin_s=0.0,
             block_s=timeout_s,
         )
         if waiter.deaths:

@@ -1,6 +1,6 @@
 """Requests as users state them: sampling parameters, prompts, outputs. No torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import msgspec
@@ -43,21 +43,44 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logit_bias: dict[int, float] | None = None
 
     def validate(self, vocab_size: int) -> None:
-        """Check every range.
+        """Check everything.
 
         Raises:
             InvalidRequest: names the field, what it got and what is allowed.
+        """
+        self.check_ranges()
+        check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        check_token_ids("logit_bias", self.logit_bias or (), vocab_size)
+
+    def check_ranges(self) -> None:
+        """The part of ``validate`` that needs no model.
+
+        Raises:
+            InvalidRequest: as ``validate``.
         """
         for name, good, allowed in _RANGES:
             if not good(self):
                 value = getattr(self, name)
                 raise InvalidRequest(f"{name} must be {allowed}, got {value!r}", param=name)
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
-            wrong = [token for token in ids or () if not 0 <= token < vocab_size]
-            if wrong:
-                raise InvalidRequest(
-                    f"{name} must hold token ids below {vocab_size}, got {wrong[0]}", param=name
-                )
+
+
+def check_token_ids(
+    name: str, token_ids: Iterable[int], vocab_size: int, param: str | None = None
+) -> None:
+    """Check that ids are in the vocabulary.
+
+    Args:
+        name: of what holds them, for the message.
+        param: for the error; default ``name``.
+
+    Raises:
+        InvalidRequest: names the first id that is not.
+    """
+    for token in token_ids:
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(
+                f"{name} must be between 0 and {vocab_size - 1}, got {token}", param or name
+            )
 
 
 _RANGES: tuple[tuple[str, Callable[[SamplingParams], bool], str], ...] = (
@@ -105,6 +128,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from arrival after which the request fails with DeadlineExceeded."""
     data_parallel_rank: int | None = None
     """Attention rank that must serve it (index, not seat); None: the coordinator chooses."""
+    refuse_cut: bool = False
+    """Refuse max_tokens that do not fit after the prompt, instead of cutting them."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from coterie.errors import ConfigError, InvalidRequest
 
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 _SPACE_MARK = "\u2581"  # sentencepiece's visible space
 
 
@@ -60,14 +61,7 @@ class Tokenizer:
             ConfigError: the folder holds no fast tokenizer that can be read.
         """
         folder = Path(model_dir)
-        if not folder.is_dir():
-            raise ConfigError(f"no such tokenizer folder: {folder}")
-        known = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-        if not any((folder / name).exists() for name in known):
-            raise ConfigError(
-                f"{folder} has no tokenizer.json; name a folder that has one with --tokenizer, "
-                "or serve token ids only with --skip-tokenizer-init"
-            )
+        check_folder(folder)
         return cls(_load_fast(folder))
 
     @property
@@ -95,11 +89,14 @@ class Tokenizer:
         """Text of a whole sequence; unknown ids are left out."""
         return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], **kw: Any) -> list[int]:
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], *, add_special_tokens: bool = False, **kw: Any
+    ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer.
 
         Args:
             messages: ``{"role", "content"}`` dicts, content a string.
+            add_special_tokens: add the tokenizer's own beside those the template writes.
             **kw: passed to the template (``add_generation_prompt`` is True unless given).
 
         Raises:
@@ -116,8 +113,7 @@ class Tokenizer:
             text = self._fast.apply_chat_template(messages, tokenize=False, **kw)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise InvalidRequest(f"the chat template refused: {error}", "messages") from error
-        # The template writes its own special tokens.
-        return self.encode(str(text), add_special_tokens=False)
+        return self.encode(str(text), add_special_tokens)
 
     def token_text(self, token_id: int) -> str:
         """Text of one token alone; bytes that are no character become U+FFFD."""
@@ -141,6 +137,38 @@ class Tokenizer:
         if self._spaces:
             return piece.replace(_SPACE_MARK, " ").encode()
         return self._backend.decode([token_id], skip_special_tokens=False).encode()
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer, readable or not."""
+    return any((folder / name).exists() for name in _FILES)
+
+
+def check_folder(folder: Path) -> None:
+    """Find what is wrong with a tokenizer folder without the seconds that ``load`` takes.
+
+    Raises:
+        ConfigError: no folder, no tokenizer in it, or a file that cannot be read.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"no such tokenizer folder: {folder}")
+    if not has_tokenizer(folder):
+        raise ConfigError(
+            f"{folder} has no tokenizer.json; name a folder that has one with --tokenizer, "
+            "or serve token ids only with --skip-tokenizer-init"
+        )
+    try:
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            path = folder / name
+            if path.exists() and not isinstance(json.loads(path.read_bytes()), dict):
+                raise ValueError(f"{name} is no JSON object")
+        path = folder / "tokenizer.json"
+        if path.exists():
+            from tokenizers import Tokenizer as Backend
+
+            Backend.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception for bad files
+        raise ConfigError(f"cannot read the tokenizer in {folder}: {error}") from error
 
 
 def _load_fast(folder: Path) -> Any:

@@ -1,13 +1,16 @@
-"""The compute seam of linears, norms and experts.
+"""The compute seam of linears, norms, experts and the moving of rows to and from them.
 
 Every implementation computes with float32 activations and float32 accumulation; weights stay in
 the model dtype. ``NumbaKernels`` (CPU fast path) guarantees that a row's result is bit-identical
 whatever other rows are in the call; ``TorchKernels`` is the slow, obvious reference and does not.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+
+from coterie.experts.rows import Partial, RowBuffer, Rows
 
 
 class Kernels(Protocol):
@@ -64,20 +67,55 @@ class Kernels(Protocol):
 
     def experts(
         self,
-        hidden_states: torch.Tensor,
-        local_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
+        segments: Sequence[Rows],
+        physical_ids: torch.Tensor,
         packed: Any,
-        out: torch.Tensor,
         first: int,
         last: int,
+        counts: torch.Tensor,
     ) -> None:
-        """Add the weighted outputs of local experts ``first..last-1`` to ``out``.
+        """Compute local experts ``first..last-1`` for the rows of all segments, in place.
+
+        Each ``out`` becomes the sum of the weighted outputs in ascending order of local expert: a
+        call with ``first == 0`` sets it, others add to it, so that calls over consecutive ranges
+        equal one call over the whole range. A row's sum does not depend on the other segments.
 
         Args:
-            hidden_states: ``[num_tokens, hidden]`` model dtype (float32 or bfloat16).
-            local_ids: ``[num_tokens, top_k]`` int32, -1 = no local expert.
+            segments: of one hidden size and top_k, in the dtype of the weights.
+            physical_ids: ``[num_local]`` int32, the id by which rows name each local expert; ids
+                of other experts are ignored.
+            counts: ``[num_local]`` int64, rows computed per local expert are added.
+        """
+
+    def route(
+        self,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        table: torch.Tensor,
+        into: RowBuffer,
+        index: torch.Tensor,
+    ) -> int:
+        """Copy the rows that have an expert in ``table`` to the start of ``into``.
+
+        Args:
+            hidden_states: ``[num_tokens, hidden_size]`` float32, rounded to the dtype of ``into``.
+            topk_ids: ``[num_tokens, top_k]`` int32 logical experts, -1 = none.
             topk_weights: ``[num_tokens, top_k]`` float32.
-            out: ``[num_tokens, hidden]`` float32, accumulated in ascending order of local expert,
-                so that calls over consecutive ranges equal one call over the whole range.
+            table: ``[num_experts]`` int32, logical -> physical expert, -1 = not there.
+            into: room for ``num_tokens`` rows; its ``out`` is not touched.
+            index: ``[>= num_tokens]`` int32, receives which row each copy is.
+
+        Returns:
+            The number of rows copied.
+        """
+
+    def combine(self, partials: Sequence[Partial], num_tokens: int) -> torch.Tensor:
+        """Add partial sums in the order given; rows without any are 0.
+
+        Args:
+            partials: at least one.
+
+        Returns:
+            ``[num_tokens, hidden_size]`` float32, new.
         """

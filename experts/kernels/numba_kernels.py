@@ -4,14 +4,18 @@ Weights are used where they lie (row-major, bfloat16 or float32); only an input 
 multiple of 16 costs a padded copy. One object per compute thread: it owns the scratch memory.
 """
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from coterie.experts.kernels import numba_ops as ops
+from coterie.experts.kernels import numba_rows as rows
 from coterie.experts.kernels.numba_cache import one_compiles
 from coterie.experts.kernels.scratch import Scratch, address
+from coterie.experts.rows import Partial, RowBuffer, Rows
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -70,7 +74,12 @@ class NumbaKernels:
         self.silu_mul(x)
         weights, ids = self.topk_softmax(x, 2, True)
         packed = self.pack_experts(weight.expand(2, 16, 16), weight[:, :8].expand(2, 16, 8))
-        self.experts(x.to(dtype), ids, weights, packed, torch.zeros(2, 16), 0, 2)
+        table, buffer = torch.arange(16, dtype=torch.int32), RowBuffer.empty(2, 16, 2, dtype)
+        index = torch.empty(2, dtype=torch.int32)
+        routed = self.route(x, ids, weights, table, buffer, index)
+        counts = torch.zeros(2, dtype=torch.int64)
+        self.experts([Rows(buffer, routed)], table[:2], packed, 0, 2, counts)
+        self.combine([Partial(buffer.out, index, routed)], 2)
 
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
         assert weight.dim() == 2, weight.shape
@@ -181,40 +190,82 @@ class NumbaKernels:
 
     def experts(
         self,
-        hidden_states: torch.Tensor,
-        local_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
+        segments: Sequence[Rows],
+        physical_ids: torch.Tensor,
         packed: PackedExperts,
-        out: torch.Tensor,
         first: int,
         last: int,
+        counts: torch.Tensor,
     ) -> None:
-        num_tokens, hidden = hidden_states.shape
-        top_k = local_ids.shape[1]
-        assert hidden == packed.hidden, (hidden, packed.hidden)
-        assert out.shape == hidden_states.shape, (out.shape, hidden_states.shape)
-        assert local_ids.shape == topk_weights.shape == (num_tokens, top_k), local_ids.shape
-        assert 0 <= first <= last <= packed.w13.shape[0], (first, last)
-        if num_tokens == 0 or first == last:
-            return
-        hidden_padded, width_padded = packed.w13.shape[2], packed.w2.shape[2]
-        scratch = ops.experts_scratch_bytes(num_tokens, hidden_padded, width_padded)
-        ops.experts(
-            address(hidden_states, packed.w13.dtype),
-            int(hidden_states.dtype is torch.bfloat16),
-            address(local_ids, torch.int32),
-            address(topk_weights, torch.float32),
+        num_local, _, hidden_padded = packed.w13.shape
+        width_padded = packed.w2.shape[2]
+        assert 0 <= first <= last <= num_local, (first, last)
+        assert len(physical_ids) == len(counts) == num_local, (len(physical_ids), num_local)
+        num_tokens, top_k, words = 0, 0, array("q")
+        for buffer, count in segments:
+            assert buffer.hidden_states.dtype is packed.w13.dtype, buffer.hidden_states.dtype
+            assert buffer.hidden_size == packed.hidden, (buffer.hidden_size, packed.hidden)
+            assert count <= buffer.capacity, (count, buffer.capacity)
+            assert top_k in (0, buffer.top_k), "segments differ in top_k"
+            top_k = buffer.top_k
+            num_tokens += count
+            words.extend(buffer.addresses)
+            words.append(count)
+        scratch = rows.experts_scratch_bytes(num_tokens, hidden_padded, width_padded)
+        rows.experts(
+            words.buffer_info()[0],
+            len(segments),
             num_tokens,
             top_k,
-            hidden,
+            packed.hidden,
             hidden_padded,
             packed.width,
             width_padded,
             packed.w13.data_ptr(),
             packed.w2.data_ptr(),
             int(packed.w13.dtype is torch.bfloat16),
-            address(out, torch.float32),
+            address(physical_ids, torch.int32),
+            address(counts, torch.int64),
             first,
             last,
             self._scratch.reserve(scratch),
         )
+
+    def route(
+        self,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        table: torch.Tensor,
+        into: RowBuffer,
+        index: torch.Tensor,
+    ) -> int:
+        num_tokens, hidden_size = hidden_states.shape
+        assert hidden_size == into.hidden_size, (hidden_size, into.hidden_size)
+        assert topk_ids.shape == topk_weights.shape == (num_tokens, into.top_k), topk_ids.shape
+        assert num_tokens <= min(into.capacity, len(index)), (num_tokens, into.capacity)
+        to_hidden, to_ids, to_weights, _ = into.addresses
+        return rows.route(
+            address(hidden_states, torch.float32),
+            address(topk_ids, torch.int32),
+            address(topk_weights, torch.float32),
+            num_tokens,
+            hidden_size,
+            into.top_k,
+            address(table, torch.int32),
+            int(into.hidden_states.dtype is torch.bfloat16),
+            to_hidden,
+            to_ids,
+            to_weights,
+            address(index, torch.int32),
+        )
+
+    def combine(self, partials: Sequence[Partial], num_tokens: int) -> torch.Tensor:
+        hidden_size = partials[0].sums.shape[1]
+        words = array("q")
+        for sums, index, count in partials:
+            assert count <= min(len(sums), len(index)), (count, len(sums), len(index))
+            words.extend((address(sums, torch.float32), address(index, torch.int32), count))
+        out = torch.empty(num_tokens, hidden_size)
+        rows.combine(words.buffer_info()[0], len(partials), num_tokens, hidden_size, out.data_ptr())
+        return out

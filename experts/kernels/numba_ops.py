@@ -1,4 +1,4 @@
-"""The compiled loops of ``NumbaKernels``: matrix products, experts, norms, gating.
+"""The compiled loops of ``NumbaKernels``: matrix products, norms, gating.
 
 Arguments are addresses in bytes and sizes; ``NumbaKernels`` checks shapes and owns the memory.
 No result of a row depends on the other rows: rows are only ever grouped, never added together.
@@ -14,7 +14,6 @@ from coterie.experts.kernels.vector_ir import (
     dot,
     exp,
     fma,
-    read_bf16,
     read_f32,
     read_i32,
     tile,
@@ -34,7 +33,6 @@ _f32_full, _f32_two, _f32_row, _f32_one = (
 WIDE_ROWS = 20  # from here on it pays to widen weights once and read them as float32
 L1_BYTES = 32 << 10  # of widened weights that are used while they are in the first cache
 L2_BYTES = 1 << 20  # of activations that are used while they are in the second cache
-EXPERT_ROWS = 128  # rows of one expert computed at a time
 
 
 def widened_bytes(k: int) -> int:
@@ -147,7 +145,7 @@ def matmul(
 
 
 @kernel
-def _silu_mul_row(gate: int, up: int, width: int, out: int) -> None:
+def silu_mul_row(gate: int, up: int, width: int, out: int) -> None:
     one = np.float32(1.0)
     for i in range(width):
         g = read_f32(gate, i)
@@ -159,7 +157,7 @@ def silu_mul(gate_up: int, num_rows: int, width: int, out: int) -> None:
     """``[num_rows, 2 * width] -> [num_rows, width]``."""
     for r in range(num_rows):
         gate = gate_up + r * width * 8
-        _silu_mul_row(gate, gate + width * 4, width, out + r * width * 4)
+        silu_mul_row(gate, gate + width * 4, width, out + r * width * 4)
 
 
 @kernel
@@ -237,102 +235,3 @@ def topk_softmax(
                 total += p
         for j in range(top_k):
             write_f32(weights, first + j, read_f32(weights, first + j) / total)
-
-
-@kernel
-def _rows_of(
-    expert: int, ids: int, weights: int, num_tokens: int, top_k: int, rows: int, row_weights: int
-) -> int:
-    """Collect the tokens of one expert, ascending; a token counts once."""
-    count = 0
-    for t in range(num_tokens):
-        for j in range(top_k):
-            if read_i32(ids, t * top_k + j) == expert:
-                write_i32(rows, count, np.int32(t))
-                write_f32(row_weights, count, read_f32(weights, t * top_k + j))
-                count += 1
-                break
-    return count
-
-
-@kernel
-def _gather(
-    hidden: int, is_bf16: int, rows: int, count: int, size: int, padded: int, out: int
-) -> None:
-    for r in range(count):
-        t, to = np.int64(read_i32(rows, r)), out + r * padded * 4
-        if is_bf16:
-            source = hidden + t * size * 2
-            for i in range(size):
-                write_f32(to, i, read_bf16(source, i))
-        else:
-            source = hidden + t * size * 4
-            for i in range(size):
-                write_f32(to, i, read_f32(source, i))
-        for i in range(size, padded):
-            write_f32(to, i, np.float32(0.0))
-
-
-def experts_scratch_bytes(num_tokens: int, hidden: int, width: int) -> int:
-    """Room ``experts`` needs; ``hidden`` and ``width`` padded to multiples of 16."""
-    rows = min(num_tokens, EXPERT_ROWS)
-    lists = 8 * (num_tokens + 16)
-    return widened_bytes(max(hidden, width)) + 4 * rows * (2 * hidden + 3 * width) + lists
-
-
-@kernel
-def experts(
-    hidden_states: int,
-    hidden_is_bf16: int,
-    ids: int,
-    weights: int,
-    num_tokens: int,
-    top_k: int,
-    hidden: int,
-    hidden_padded: int,
-    width: int,
-    width_padded: int,
-    w13: int,
-    w2: int,
-    is_bf16: int,
-    out: int,
-    first: int,
-    last: int,
-    scratch: int,
-) -> None:
-    """out[t] += weight * down(silu(gate(x)) * up(x)), experts ascending.
-
-    ``w13 [num_local, 2 * width, hidden_padded]``, ``w2 [num_local, hidden, width_padded]``.
-    """
-    item = 2 if is_bf16 else 4
-    room = min(num_tokens, EXPERT_ROWS)
-    x = scratch + max(L1_BYTES, TILE * max(hidden_padded, width_padded) * 4)
-    gate_up = x + room * hidden_padded * 4
-    act = gate_up + room * width * 8
-    y = act + room * width_padded * 4
-    rows = y + room * hidden * 4
-    row_weights = rows + num_tokens * 4
-    for e in range(first, last):
-        count = _rows_of(e, ids, weights, num_tokens, top_k, rows, row_weights)
-        w13_e, w2_e = (
-            w13 + e * 2 * width * hidden_padded * item,
-            w2 + e * hidden * width_padded * item,
-        )
-        w13_next = w13_e + 2 * width * hidden_padded * item
-        for s in range(0, count, EXPERT_ROWS):
-            m = min(EXPERT_ROWS, count - s)
-            _gather(hidden_states, hidden_is_bf16, rows + s * 4, m, hidden, hidden_padded, x)
-            matmul(
-                x, m, hidden_padded, w13_e, 2 * width, is_bf16, gate_up, width * 8, scratch, w2_e
-            )
-            for r in range(m):
-                gate, to = gate_up + r * width * 8, act + r * width_padded * 4
-                _silu_mul_row(gate, gate + width * 4, width, to)
-                for i in range(width, width_padded):
-                    write_f32(to, i, np.float32(0.0))
-            matmul(act, m, width_padded, w2_e, hidden, is_bf16, y, hidden * 4, scratch, w13_next)
-            for r in range(m):
-                to = out + read_i32(rows, s + r) * hidden * 4
-                factor, source = read_f32(row_weights, s + r), y + r * hidden * 4
-                for i in range(hidden):
-                    write_f32(to, i, fma(factor, read_f32(source, i), read_f32(to, i)))

@@ -1,7 +1,11 @@
 """``TorchKernels``: the slow, obvious reference in plain torch, float32 throughout."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
+
+from coterie.experts.rows import Partial, RowBuffer, Rows
 
 
 class TorchKernels:
@@ -59,17 +63,46 @@ class TorchKernels:
 
     def experts(
         self,
-        hidden_states: torch.Tensor,
-        local_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
+        segments: Sequence[Rows],
+        physical_ids: torch.Tensor,
         packed: tuple[torch.Tensor, torch.Tensor],
-        out: torch.Tensor,
         first: int,
         last: int,
+        counts: torch.Tensor,
     ) -> None:
         w13, w2 = packed
-        for expert in range(first, last):
-            rows, slots = (local_ids == expert).nonzero(as_tuple=True)
-            x = hidden_states[rows].float()
-            y = self.silu_mul(x @ w13[expert].float().T) @ w2[expert].float().T
-            out.index_add_(0, rows, topk_weights[rows, slots, None] * y)
+        for segment in segments:
+            out = segment.out
+            if first == 0:
+                out.zero_()
+            for expert in range(first, last):
+                named = segment.topk_ids == physical_ids[expert]
+                rows, slots = named.nonzero(as_tuple=True)
+                x = segment.hidden_states[rows].float()
+                y = self.silu_mul(x @ w13[expert].float().T) @ w2[expert].float().T
+                out.index_add_(0, rows, segment.topk_weights[rows, slots, None] * y)
+                counts[expert] += len(rows)
+
+    def route(
+        self,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        table: torch.Tensor,
+        into: RowBuffer,
+        index: torch.Tensor,
+    ) -> int:
+        physical = torch.cat([table, table.new_tensor([-1])])[topk_ids.long()]  # -1 stays -1
+        rows = (physical >= 0).any(dim=1).nonzero()[:, 0]
+        count = len(rows)
+        into.hidden_states[:count] = hidden_states[rows]
+        into.topk_ids[:count] = physical[rows]
+        into.topk_weights[:count] = topk_weights[rows]
+        index[:count] = rows
+        return count
+
+    def combine(self, partials: Sequence[Partial], num_tokens: int) -> torch.Tensor:
+        total = torch.zeros(num_tokens, partials[0].sums.shape[1])
+        for sums, index, count in partials:
+            total.index_add_(0, index[:count], sums[:count])
+        return total

@@ -328,7 +328,7 @@ def _writer(kind: ir.Type, value_type: Any) -> Any:
 
 read_f32, write_f32 = _reader(_F32, types.float32), _writer(_F32, types.float32)
 read_i32, write_i32 = _reader(_I32, types.int32), _writer(_I32, types.int32)
-read_i64 = _reader(_I64, types.int64)
+read_i64, write_i64 = _reader(_I64, types.int64), _writer(_I64, types.int64)
 
 
 @intrinsic

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from coterie.experts.rows import RowBuffer
 from coterie.router.round import Round
 from coterie.router.state import SeatState, StepKind
 
@@ -43,19 +44,15 @@ class Transport(Protocol):
     num_stale: int
     """Messages dropped because their epoch was older."""
 
-    def post(
-        self,
-        peer: int,
-        layer: int,
-        hidden_states: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        *,
-        big: bool,
-    ) -> int:
-        """Send a round; return its sequence number. Copies its arguments.
+    def reserve(self, peer: int, num_tokens: int) -> RowBuffer:
+        """Room for the next round to ``peer``, at least ``num_tokens`` rows; filled by the caller.
 
-        The caller releases an old reply before it posts more than ``num_slots`` rounds.
+        The caller releases an old reply before it has more than ``num_slots`` rounds outstanding.
+        A place that is not posted is given out again.
+        """
+
+    def post(self, peer: int, layer: int, num_tokens: int, *, big: bool) -> int:
+        """Send the first ``num_tokens`` rows of the reserved place; return the sequence number.
 
         Raises:
             RankDied: the peer is known to be gone.
@@ -65,7 +62,7 @@ class Transport(Protocol):
         """The oldest round of ``peer`` that has not been replied to, or None. Does not consume."""
 
     def reply(self, round: Round) -> None:
-        """Announce that ``round.out`` is complete. Never blocks."""
+        """Announce that ``round.rows.out`` is complete. Never blocks."""
 
     def poll_reply(self, peer: int, sequence: int) -> torch.Tensor | None:
         """``[num_tokens, hidden_size]`` float32 view, valid until ``release``, or None yet.

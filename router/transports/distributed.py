@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from coterie.errors import HandshakeError, RankDied
+from coterie.experts.rows import RowBuffer, Rows
 from coterie.router.round import Round, RoundHeader, RoundKind
 from coterie.router.state import SeatState
 from coterie.router.transports.announcements import Announcement, FrameType, recv_frame
@@ -45,6 +46,8 @@ class _Peer:
         self.reported = False
         self.posted = 0
         self.released = 0
+        self.draft: RowBuffer | None = None
+        """Where the next round is written; copied when it is posted."""
         # Tensors must live until they are sent; a slot is reused only after its reply came.
         self.sending: dict[int, tuple[Any, torch.Tensor]] = {}
         self.replying: dict[int, tuple[Any, torch.Tensor]] = {}
@@ -195,25 +198,24 @@ class DistributedTransport:
 
     # What the rank's thread does.
 
-    def post(
-        self,
-        peer: int,
-        layer: int,
-        hidden_states: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        *,
-        big: bool,
-    ) -> int:
+    def reserve(self, peer: int, num_tokens: int) -> RowBuffer:
+        box, shape = self._peers[peer], self._shape
+        assert num_tokens <= self.max_rows, "the caller cuts rounds to max_rows"
+        assert box.posted - box.released < shape.num_slots, "release a reply before posting"
+        if box.draft is None or box.draft.capacity < num_tokens:
+            box.draft = RowBuffer.empty(num_tokens, shape.hidden_size, shape.top_k, shape.dtype)
+        return box.draft
+
+    def post(self, peer: int, layer: int, num_tokens: int, *, big: bool) -> int:
         box = self._peers[peer]
         if box.failure is not None:
             raise self._died(box)
-        num_tokens = hidden_states.shape[0]
+        assert box.draft is not None, "a round is reserved first"
+        assert 0 < num_tokens <= box.draft.capacity, (num_tokens, box.draft.capacity)
         sequence = box.posted + 1
-        assert 0 < num_tokens <= self.max_rows, "the caller cuts rounds to max_rows"
-        assert sequence - box.released <= self._shape.num_slots, "release a reply before posting"
         packed = torch.empty(self._packed_bytes(num_tokens), dtype=torch.uint8)
-        sources = (topk_weights, topk_ids, hidden_states)
+        draft = Rows(box.draft, num_tokens)
+        sources = (draft.topk_weights, draft.topk_ids, draft.hidden_states)
         for view, source in zip(self._views(packed, num_tokens), sources, strict=True):
             view.copy_(source)
         frame = Announcement(
@@ -250,6 +252,7 @@ class DistributedTransport:
                 self.num_stale += 1
                 continue
             weights, ids, hidden_states = self._views(packed, frame.num_tokens)
+            out = torch.empty(hidden_states.shape, dtype=torch.float32)
             box.current = Round(
                 header=RoundHeader(
                     epoch=frame.epoch,
@@ -260,10 +263,7 @@ class DistributedTransport:
                     big=frame.big,
                     kind=RoundKind(frame.kind),
                 ),
-                hidden_states=hidden_states,
-                topk_ids=ids,
-                topk_weights=weights,
-                out=torch.empty(hidden_states.shape, dtype=torch.float32),
+                rows=Rows(RowBuffer(hidden_states, ids, weights, out), frame.num_tokens),
             )
         return box.current
 
@@ -279,11 +279,11 @@ class DistributedTransport:
         )
         try:
             self._send_frame(box, frame)
-            work = self._combine.send([round.out], box.rank, TAG)
+            work = self._combine.send([round.rows.out], box.rank, TAG)
         except (OSError, RuntimeError) as error:
             box.failure = str(error)
             return
-        box.replying[header.sequence % self._shape.num_slots] = (work, round.out)
+        box.replying[header.sequence % self._shape.num_slots] = (work, round.rows.out)
 
     def poll_reply(self, peer: int, sequence: int) -> torch.Tensor | None:
         box = self._peers[peer]

@@ -5,6 +5,7 @@ from typing import NoReturn
 
 import torch
 
+from coterie.experts.rows import RowBuffer
 from coterie.router.round import Round
 from coterie.router.state import SeatState
 from coterie.router.transports.readiness import readable
@@ -20,16 +21,10 @@ class LocalTransport:
         self.max_rows = max_rows
         self.num_stale = 0
 
-    def post(
-        self,
-        peer: int,
-        layer: int,
-        hidden_states: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        *,
-        big: bool,
-    ) -> int:
+    def reserve(self, peer: int, num_tokens: int) -> RowBuffer:
+        self._no_peer(peer)
+
+    def post(self, peer: int, layer: int, num_tokens: int, *, big: bool) -> int:
         self._no_peer(peer)
 
     def poll(self, peer: int) -> Round | None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from coterie.errors import HandshakeError
+from coterie.experts.rows import RowBuffer
 from coterie.router.transports.base import RoundShape
 
 PAGE = 4096
@@ -89,21 +90,11 @@ def map_words(fd: int, num_bytes: int, *, writable: bool = True) -> tuple[mmap.m
     return mapping, memoryview(mapping).cast("q")
 
 
-@dataclass(frozen=True, slots=True)
-class SlotViews:
-    """The first rows of one slot."""
-
-    hidden_states: torch.Tensor
-    topk_ids: torch.Tensor
-    topk_weights: torch.Tensor
-    reply: torch.Tensor
-
-
 class Segment:
-    """The views of one end of an ordered pair. The descriptor stays owned by the caller."""
+    """The slots of one end of an ordered pair. The descriptor stays owned by the caller."""
 
     CACHED_ROWS = 64
-    """Views up to this many rows are kept: making them costs more than copying the rows."""
+    """Views of replies up to this many rows are kept: making them costs more than the rows."""
 
     def __init__(self, fd: int, shape: RoundShape) -> None:
         layout = SegmentLayout.of(shape)
@@ -115,8 +106,8 @@ class Segment:
             return flat.view(slots, rows, width)
 
         # The views keep the mapping alive.
-        self._whole: list[SlotViews] = [
-            SlotViews(*tensors)
+        self._slots: list[RowBuffer] = [
+            RowBuffer(*tensors)
             for tensors in zip(
                 view(layout.hidden_states, shape.dtype, hidden),
                 view(layout.topk_ids, torch.int32, top_k),
@@ -125,27 +116,25 @@ class Segment:
                 strict=True,
             )
         ]
-        self._cached: dict[tuple[int, int], SlotViews] = {}
+        self._replies: dict[tuple[int, int], torch.Tensor] = {}
         self.num_slots = slots
 
-    def slot(self, sequence: int, num_tokens: int) -> SlotViews:
-        """The first ``num_tokens`` rows of the slot that carries round ``sequence``."""
+    def slot(self, sequence: int) -> RowBuffer:
+        """The slot that carries round ``sequence``; ``out`` is the place of its reply."""
+        return self._slots[(sequence - 1) % self.num_slots]
+
+    def reply(self, sequence: int, num_tokens: int) -> torch.Tensor:
+        """The first ``num_tokens`` rows of the reply to round ``sequence``."""
         key = ((sequence - 1) % self.num_slots, num_tokens)
-        views = self._cached.get(key)
-        if views is None:
-            whole = self._whole[key[0]]
-            views = SlotViews(
-                whole.hidden_states[:num_tokens],
-                whole.topk_ids[:num_tokens],
-                whole.topk_weights[:num_tokens],
-                whole.reply[:num_tokens],
-            )
+        view = self._replies.get(key)
+        if view is None:
+            view = self._slots[key[0]].out[:num_tokens]
             if num_tokens <= self.CACHED_ROWS:
-                self._cached[key] = views
-        return views
+                self._replies[key] = view
+        return view
 
     def close(self) -> None:
         """Drop the views; the mapping goes with the last of them."""
-        self._whole.clear()
-        self._cached.clear()
+        self._slots.clear()
+        self._replies.clear()
         self.words.release()

@@ -1,6 +1,7 @@
 """Rounds between ranks of one host: memfd segments per ordered pair, eventfd doorbells.
 
-Posting copies rows into a slot and stores a sequence word; nobody is called and nothing blocks.
+The sender writes rows into a slot and posting stores a sequence word; the receiver computes where
+they lie and writes the reply beside them. Nobody is called and nothing blocks.
 A receiver that sleeps has raised its flag, and whoever posts to it rings its eventfd. Files and
 bells have no names: they travel over the peer links with SCM_RIGHTS, and the kernel frees them
 with the last process.
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from coterie.errors import RankDied
+from coterie.experts.rows import RowBuffer, Rows
 from coterie.router.round import Round, RoundHeader, RoundKind
 from coterie.router.state import SeatState, StepKind
 from coterie.router.transports import segment as seg
@@ -153,30 +155,19 @@ class SharedMemoryTransport:
             for fd in fds:
                 os.close(fd)
 
-    def post(
-        self,
-        peer: int,
-        layer: int,
-        hidden_states: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        *,
-        big: bool,
-    ) -> int:
+    def reserve(self, peer: int, num_tokens: int) -> RowBuffer:
+        box = self._out[peer]
+        assert num_tokens <= self.max_rows, "the caller cuts rounds to max_rows"
+        assert box.posted - box.released < box.segment.num_slots, "release a reply before posting"
+        return box.segment.slot(box.posted + 1)
+
+    def post(self, peer: int, layer: int, num_tokens: int, *, big: bool) -> int:
         if peer in self._dead:
             raise self._died(peer)
         box = self._out[peer]
-        num_tokens = hidden_states.shape[0]
         sequence = box.posted + 1
-        assert num_tokens <= self.max_rows, "the caller cuts rounds to max_rows"
-        assert sequence - box.released <= box.segment.num_slots, "release a reply before posting"
-        segment = box.segment
-        views = segment.slot(sequence, num_tokens)
-        views.hidden_states.copy_(hidden_states)
-        views.topk_ids.copy_(topk_ids)
-        views.topk_weights.copy_(topk_weights)
-        words = segment.words
-        word = seg.header_word(sequence, segment.num_slots)
+        words, num_slots = box.segment.words, box.segment.num_slots
+        word = seg.header_word(sequence, num_slots)
         words[word + seg.EPOCH] = self.epoch
         words[word + seg.SOURCE] = self.seat
         words[word + seg.LAYER] = layer
@@ -184,7 +175,7 @@ class SharedMemoryTransport:
         words[word + seg.NUM_TOKENS] = num_tokens
         words[word + seg.BIG] = big
         words[word + seg.KIND] = RoundKind.EXPERTS
-        box.num_tokens[sequence % segment.num_slots] = num_tokens
+        box.num_tokens[sequence % num_slots] = num_tokens
         box.posted = sequence
         self._announce(peer, words, seg.REQUEST, sequence)
         return sequence
@@ -224,9 +215,8 @@ class SharedMemoryTransport:
                 self.num_stale += 1
                 continue
             num_tokens = header[seg.NUM_TOKENS]
-            views = segment.slot(sequence, num_tokens)
             return Round(
-                header=RoundHeader(
+                RoundHeader(
                     epoch=header[seg.EPOCH],
                     source=header[seg.SOURCE],
                     layer=header[seg.LAYER],
@@ -235,10 +225,7 @@ class SharedMemoryTransport:
                     big=bool(header[seg.BIG]),
                     kind=RoundKind(header[seg.KIND]),
                 ),
-                hidden_states=views.hidden_states,
-                topk_ids=views.topk_ids,
-                topk_weights=views.topk_weights,
-                out=views.reply,
+                Rows(segment.slot(sequence), num_tokens),
             )
         return None
 
@@ -258,7 +245,7 @@ class SharedMemoryTransport:
             return None
         self._fence()
         num_tokens = box.num_tokens[sequence % box.segment.num_slots]
-        return box.segment.slot(sequence, num_tokens).reply
+        return box.segment.reply(sequence, num_tokens)
 
     def release(self, peer: int, sequence: int) -> None:
         box = self._out[peer]

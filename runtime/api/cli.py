@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any, NoReturn
 
 import coterie
 from coterie.errors import ConfigError, CoterieError, InvalidRequest
@@ -23,22 +24,42 @@ _COMMANDS = {
     "bench": "cli_bench",
     "pull": "cli_pull",
     "status": "cli_status",
+    "plan": "cli_plan",
 }
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in a line; the usage of a command with fifty flags would hide it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\nSee {self.prog} --help.\n")
+
+
+class CommandParser(Parser):
+    """Of one command: what it does not know is its own error, not the whole program's."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="coterie", description="Serve mixture-of-experts models on attention and expert ranks."
     )
     parser.add_argument("--version", action="version", version=f"coterie {coterie.__version__}")
-    common = argparse.ArgumentParser(add_help=False)
+    common = CommandParser(add_help=False)
     common.add_argument(
         "--log-level", default="warning", choices=("debug", "info", "warning", "error")
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=CommandParser
+    )
 
-    def command(name: str, text: str) -> argparse.ArgumentParser:
+    def command(name: str, text: str) -> Parser:
         # Abbreviations would make every new flag a risk for commands that work today.
         return commands.add_parser(
             name, help=text, description=text, parents=[common], allow_abbrev=False
@@ -55,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     status = command("status", "Show the ranks and requests of a running server.")
     _add_url(status, DEFAULT_URL)
     status.add_argument("--json", action="store_true", help="print the server's JSON")
+    _add_plan(command("plan", "Choose a layout from a config.json, without weights or devices."))
     return parser
 
 
@@ -71,7 +93,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-body-bytes", type=byte_size, default=16 << 20, metavar="SIZE", help="of a request"
     )
-    add_engine_flags(parser)
+    add_engine_flags(parser, backend="ray")
 
 
 class PromptAction(argparse.Action):
@@ -116,7 +138,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT")
     parser.add_argument("--stop-token-ids", type=token_ids, default=[], metavar="1,2")
     parser.add_argument("--sampling-seed", type=int, help="of every request; default: --seed")
-    add_engine_flags(parser)
+    add_engine_flags(parser, backend="mp")
 
 
 def _add_sampling(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
@@ -133,7 +155,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rpc", metavar="HOST:PORT", help="talk msgpack RPC instead of HTTP")
     parser.add_argument("--system", help="system message")
     _add_sampling(parser, max_tokens=None)
-    add_engine_flags(parser)
+    add_engine_flags(parser, backend="mp")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
@@ -152,8 +174,43 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--workload-seed", type=int, default=0, help="of prompts and arrivals")
-    parser.add_argument("--output", default="bench", help="writes OUTPUT.json and OUTPUT.png")
-    add_engine_flags(parser)
+    parser.add_argument(
+        "--output", default="bench", help="writes OUTPUT.json and OUTPUT.png; default ./bench"
+    )
+    add_engine_flags(parser, backend="mp")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL_OR_CONFIG", help="model folder, config.json, or a demo model's name"
+    )
+    parser.add_argument("--devices", type=int, default=8, help="of each node; default 8")
+    parser.add_argument(
+        "--device",
+        default="h100",
+        help="h100, h200, b200, a100, cpu, or a YAML file that describes one; default h100",
+    )
+    parser.add_argument("--nodes", type=int, default=1, help="with so many devices each")
+    parser.add_argument("--context", type=int, help="tokens of a request; default 8192")
+    parser.add_argument("--concurrency", type=int, default=64, help="requests at once")
+    parser.add_argument(
+        "--memory-utilization", type=float, default=0.9, help="share of memory that may be used"
+    )
+    parser.add_argument(
+        "--reserve-gib",
+        type=float,
+        help="for workspace, graphs and the like on each rank; default 4, on a CPU 0.5",
+    )
+    parser.add_argument("--num-parameters", type=float, help="overrules the config's count")
+    parser.add_argument("--slo-ttft", type=float, metavar="S", help="target in seconds")
+    parser.add_argument("--slo-tpot", type=float, metavar="MS", help="target in milliseconds")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "bfloat16", "float16", "float32", "float8"),
+        help="of all weights; auto: as the checkpoint stores them",
+    )
+    parser.add_argument("--json", action="store_true", help="print every layout as JSON")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,12 +13,13 @@ from rich.console import Console
 
 import coterie
 from coterie.errors import ConfigError, RuntimeFailure
-from coterie.runtime.api.cli_flags import engine_flags, model_argument
+from coterie.runtime.api.cli_flags import engine_flags, model_argument, refuse_engine_flags
 from coterie.runtime.api.cli_output import StartProgress, table_console
 from coterie.runtime.bench import report
 from coterie.runtime.bench.load import Target, engine_target, http_target, run_load
 from coterie.runtime.bench.plot import write_plot
 from coterie.runtime.bench.workload import Workload, arrivals, prompts_from_file, random_prompts
+from coterie.runtime.request import SamplingParams
 
 _UNKNOWN_VOCAB = 1000
 """Ids a foreign server's vocabulary surely has."""
@@ -26,10 +27,30 @@ _UNKNOWN_VOCAB = 1000
 
 def run(args: argparse.Namespace) -> int:
     levels = concurrency_levels(args.concurrency)
-    if min(args.input_len, args.output_len) < 1:
-        raise ConfigError("--input-len and --output-len must be positive")
+    check(args)
     figures = asyncio.run(_bench(args, levels))
     return 1 if any(level["failed"] for level in figures) else 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse before a model is loaded what could not run, or not be written, once it is.
+
+    Raises:
+        ConfigError, InvalidRequest: says which flag.
+    """
+    if min(args.input_len, args.output_len) < 1:
+        raise ConfigError("--input-len and --output-len must be positive")
+    if args.num_prompts is not None and args.num_prompts < 1:
+        raise ConfigError(f"--num-prompts must be positive, got {args.num_prompts}")
+    if args.request_rate is not None and not args.request_rate > 0:
+        raise ConfigError(f"--request-rate must be positive, got {args.request_rate}")
+    if args.prompts_file:
+        prompts_from_file(args.prompts_file, 1)
+    SamplingParams(temperature=args.temperature, max_tokens=args.output_len).check_ranges()
+    try:
+        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {args.output}: {error}") from error
 
 
 def concurrency_levels(text: str) -> list[int]:
@@ -49,11 +70,12 @@ def concurrency_levels(text: str) -> list[int]:
 
 async def _bench(args: argparse.Namespace, levels: list[int]) -> list[dict[str, Any]]:
     if args.base_url:
+        refuse_engine_flags(args, "--base-url")
         return await _bench_url(args, levels)
     from coterie.runtime.engine.engine import AsyncEngine
     from coterie.runtime.engine_args import engine_config_from_flags
 
-    flags = engine_flags(args, backend="mp")
+    flags = engine_flags(args)
     config = engine_config_from_flags(**flags)
     with StartProgress() as progress:
         engine = await AsyncEngine.start(config, progress)
@@ -136,10 +158,11 @@ async def _sweep(
     }
     report.print_table(figures, table_console())
     base = Path(args.output)
-    base.parent.mkdir(parents=True, exist_ok=True)
-    report.write_json(base.with_name(f"{base.name}.json"), settings, figures)
-    write_plot(base.with_name(f"{base.name}.png"), str(settings["model"]), figures)
-    console.print(f"wrote {base}.json and {base}.png", markup=False)
+    written = [base.with_name(f"{base.name}{suffix}") for suffix in (".json", ".png")]
+    report.write_json(written[0], settings, figures)
+    write_plot(written[1], str(settings["model"]), figures)
+    for path in written:
+        console.print(f"wrote {path.absolute()}", markup=False, soft_wrap=True)
     return figures
 
 

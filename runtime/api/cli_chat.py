@@ -1,5 +1,7 @@
 """``coterie chat``: a conversation in the terminal, with a server (HTTP or RPC) or an own engine.
 
+Whom to talk with is settled before the first line: the server that was named, or else one at the
+default address, or else an engine of its own.
 On a terminal the line editor is prompt_toolkit's; from a pipe each line is one message. Ctrl-C
 ends an answer, Ctrl-D the conversation, /clear forgets it.
 """
@@ -18,7 +20,12 @@ import httpx
 
 from coterie.errors import ConfigError, CoterieError, EngineDead, RuntimeFailure
 from coterie.runtime.api.cli import DEFAULT_URL
-from coterie.runtime.api.cli_flags import engine_flags, model_argument
+from coterie.runtime.api.cli_flags import (
+    engine_flags,
+    given_engine_flags,
+    model_argument,
+    refuse_engine_flags,
+)
 from coterie.runtime.api.cli_output import StartProgress
 from coterie.runtime.api.client import AsyncClient
 from coterie.runtime.request import GenerateRequest, SamplingParams
@@ -34,7 +41,13 @@ def run(args: argparse.Namespace) -> int:
     places = [bool(args.url), bool(args.rpc), model is not None]
     if sum(places) > 1:
         raise ConfigError("name one of MODEL (own engine), --url (HTTP) and --rpc")
-    return asyncio.run(_chat(args, own_engine=model is not None))
+    if args.url or args.rpc:
+        refuse_engine_flags(args, "--url" if args.url else "--rpc")
+    own_engine = model is not None or bool(given_engine_flags(args))
+    if own_engine and args.api_key:
+        raise ConfigError("--api-key is for a server, not for an engine of its own")
+    sampling_params(args).check_ranges()
+    return asyncio.run(_chat(args, own_engine))
 
 
 async def _chat(args: argparse.Namespace, own_engine: bool) -> int:
@@ -43,10 +56,20 @@ async def _chat(args: argparse.Namespace, own_engine: bool) -> int:
             ask = await _ask_own_engine(args, stack)
         elif args.rpc:
             ask = await _ask_rpc(args, stack)
-        else:
+        elif args.url or args.api_key:
             ask = await _ask_http(args, stack)
+        else:
+            ask = await _ask_anybody(args, stack)
         await converse(ask, args.system, _line_reader())
     return 0
+
+
+async def _ask_anybody(args: argparse.Namespace, stack: AsyncExitStack) -> Ask:
+    try:
+        return await _ask_http(args, stack)
+    except EngineDead as error:
+        print(f"{error}; starting an engine of its own", file=sys.stderr, flush=True)
+    return await _ask_own_engine(args, stack)
 
 
 async def converse(
@@ -86,12 +109,15 @@ async def _answer(ask: Ask, messages: Messages) -> str:
     task = asyncio.create_task(follow())
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, task.cancel)
+    failed = True
     try:
         with contextlib.suppress(asyncio.CancelledError):
             await task
+        failed = False
     finally:
         loop.remove_signal_handler(signal.SIGINT)
-        print(flush=True)
+        if pieces or not failed:
+            print(flush=True)
     return "".join(pieces)
 
 
@@ -129,12 +155,18 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 async def _ask_own_engine(args: argparse.Namespace, stack: AsyncExitStack) -> Ask:
     from coterie.runtime.api.frontend import Frontend
     from coterie.runtime.engine.engine import AsyncEngine
+    from coterie.runtime.engine.plan import find_tokenizer
     from coterie.runtime.engine_args import engine_config_from_flags
+    from coterie.runtime.model_store import resolve_model
 
-    config = engine_config_from_flags(**engine_flags(args, backend="mp"))
+    config = engine_config_from_flags(**engine_flags(args))
+    if find_tokenizer(config.model, resolve_model(config.model.model)) is None:
+        raise ConfigError("a conversation needs a tokenizer; name one with --tokenizer")
     with StartProgress() as progress:
         engine = await AsyncEngine.start(config, progress)
     stack.push_async_callback(engine.shutdown, config.timeouts.shutdown_s)
+    if engine.tokenizer is None or not engine.tokenizer.has_chat_template:
+        raise ConfigError(f"{engine.served_model_name} has no chat template; use coterie generate")
     frontend, params = Frontend(engine), sampling_params(args)
 
     async def ask(messages: Messages) -> AsyncGenerator[str, None]:
@@ -158,6 +190,7 @@ async def _ask_rpc(args: argparse.Namespace, stack: AsyncExitStack) -> Ask:
         raise ConfigError(f"--rpc must be HOST:PORT, got {args.rpc!r}")
     client = AsyncClient(host.strip("[]") or "127.0.0.1", int(port), api_key=args.api_key)
     await stack.enter_async_context(client)
+    await client.health()  # no server or a wrong key shows now
     params = sampling_params(args)
 
     async def ask(messages: Messages) -> AsyncGenerator[str, None]:
@@ -170,10 +203,11 @@ async def _ask_rpc(args: argparse.Namespace, stack: AsyncExitStack) -> Ask:
 
 
 async def _ask_http(args: argparse.Namespace, stack: AsyncExitStack) -> Ask:
-    url = (args.url or DEFAULT_URL).rstrip("/")
+    url = (args.url or DEFAULT_URL).rstrip("/").removesuffix("/v1")
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     timeout = httpx.Timeout(_READ_S, connect=_CONNECT_S)
     client = await stack.enter_async_context(httpx.AsyncClient(headers=headers, timeout=timeout))
+    await _check_server(client, url)
     fields = {
         "temperature": args.temperature,
         "top_p": args.top_p,
@@ -199,6 +233,26 @@ async def _ask_http(args: argparse.Namespace, stack: AsyncExitStack) -> Ask:
             raise EngineDead(f"no Coterie server answers at {url}: {error}") from error
 
     return ask
+
+
+async def _check_server(client: httpx.AsyncClient, url: str) -> None:
+    """Find out that nobody answers before the user has typed a line.
+
+    Raises:
+        EngineDead: nobody does, or somebody else.
+        RuntimeFailure: a server that refuses us.
+    """
+    try:
+        reply = await client.get(f"{url}/v1/models", timeout=_CONNECT_S)
+        known = reply.status_code == 200 and bool(reply.json()["data"])
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise EngineDead(f"no Coterie server answers at {url}: {error}") from error
+    except (ValueError, KeyError, TypeError):
+        known = False
+    if reply.status_code in (401, 403):
+        raise RuntimeFailure(f"{url}: {reply.status_code}: {error_message(reply.text)}")
+    if not known:
+        raise EngineDead(f"what answers at {url} is no Coterie server ({reply.status_code})")
 
 
 def delta_text(line: str) -> str:

@@ -25,14 +25,15 @@ _ENGINE_FLAGS: tuple[tuple[str, tuple[tuple[tuple[str, ...], dict[str, Any]], ..
         "model",
         (
             (("--served-model-name",), {"help": "name in the API; default: the folder's name"}),
-            (("--tokenizer",), {"help": "folder of the tokenizer; default: the model's"}),
+            (("--tokenizer",), {"help": "folder or name, as MODEL; default: the model's"}),
             (("--skip-tokenizer-init",), {"action": "store_true", "help": "token ids only"}),
             (("--dtype",), {"choices": ("auto", "bfloat16", "float32")}),
             (
                 ("--load-format",),
                 {
                     "choices": ("auto", "safetensors", "dummy"),
-                    "help": "dummy: seeded random weights, only config.json needed",
+                    "help": "dummy: seeded random weights, only config.json needed (without a "
+                    "tokenizer: token ids only)",
                 },
             ),
             (("--max-model-len",), {"type": int, "help": "most tokens of prompt plus output"}),
@@ -120,8 +121,13 @@ _ENGINE_FLAGS: tuple[tuple[str, tuple[tuple[tuple[str, ...], dict[str, Any]], ..
 )
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL, --model and every engine flag."""
+def add_engine_flags(parser: argparse.ArgumentParser, backend: str) -> None:
+    """Add MODEL, --model and every engine flag.
+
+    Args:
+        backend: launcher of this command unless the user chooses one.
+    """
+    parser.set_defaults(default_backend=backend)
     parser.add_argument(
         "model_position",
         nargs="?",
@@ -132,7 +138,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     for title, flags in _ENGINE_FLAGS:
         group = parser.add_argument_group(title)
         for names, options in flags:
-            group.add_argument(*names, **({"default": argparse.SUPPRESS} | options))
+            settings = {"default": argparse.SUPPRESS} | options
+            if "--distributed-executor-backend" in names:
+                more = "" if backend == "ray" else ", but ray with --ray-address"
+                settings["help"] = f"{options['help']}; default {backend}{more}"
+            group.add_argument(*names, **settings)
 
 
 def model_argument(args: argparse.Namespace) -> str | None:
@@ -148,32 +158,49 @@ def model_argument(args: argparse.Namespace) -> str | None:
     return None if chosen is None else str(chosen)
 
 
-def engine_flags(args: argparse.Namespace, backend: str) -> dict[str, Any]:
+def engine_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments for ``engine_config_from_flags``: the flags that were given.
-
-    Args:
-        backend: launcher of this command, unless the user chose one.
 
     Raises:
         ConfigError: a layout that is not built.
     """
     given = vars(args)
-    flags = {
-        dest: given[dest] for dest in _destinations() if dest in given and given[dest] is not None
-    }
+    flags = {dest: given[dest] for dest in _destinations() if given.get(dest) is not None}
     if flags.pop("sequence_parallel_size", 1) != 1:
         raise ConfigError("--sequence-parallel-size above 1 is not supported; leave it out")
     model = model_argument(args)
     if model is not None:
         flags["model"] = model
-    flags.setdefault("distributed_executor_backend", "ray" if "ray_address" in flags else backend)
+    backend = "ray" if "ray_address" in flags else args.default_backend
+    flags.setdefault("distributed_executor_backend", backend)
     return flags
 
 
-def _destinations() -> list[str]:
-    names = []
+def given_engine_flags(args: argparse.Namespace) -> list[str]:
+    """Names of the engine flags on the command line, MODEL not among them."""
+    given = vars(args)
+    return [name for dest, name in _destinations().items() if given.get(dest) is not None]
+
+
+def refuse_engine_flags(args: argparse.Namespace, place: str) -> None:
+    """Engine flags do nothing to a server that runs already.
+
+    Args:
+        place: the flag that names the server.
+
+    Raises:
+        ConfigError: names the first flag.
+    """
+    flags = given_engine_flags(args)
+    if flags:
+        raise ConfigError(f"{flags[0]} is for an engine of its own, not for the server at {place}")
+
+
+def _destinations() -> dict[str, str]:
+    """Flag by destination."""
+    names = {}
     for _, flags in _ENGINE_FLAGS:
         for options, settings in flags:
             long = next(name for name in options if name.startswith("--"))
-            names.append(settings.get("dest", long.removeprefix("--").replace("-", "_")))
+            names[settings.get("dest", long.removeprefix("--").replace("-", "_"))] = long
     return names

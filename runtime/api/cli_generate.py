@@ -4,11 +4,16 @@ import argparse
 import json
 from typing import IO, Any
 
+from coterie.attention.models.config import ModelConfig
 from coterie.errors import ConfigError
 from coterie.runtime.api.cli_flags import engine_flags
 from coterie.runtime.api.cli_output import StartProgress, clean_stdout
 from coterie.runtime.api.llm import LLM
-from coterie.runtime.request import SamplingParams
+from coterie.runtime.config import EngineConfig
+from coterie.runtime.engine.plan import find_tokenizer
+from coterie.runtime.engine_args import engine_config_from_flags
+from coterie.runtime.model_store import resolve_model
+from coterie.runtime.request import SamplingParams, check_token_ids
 
 Prompt = str | list[int]
 
@@ -16,14 +21,37 @@ Prompt = str | list[int]
 def run(args: argparse.Namespace) -> int:
     if not args.prompts:
         raise ConfigError("give at least one --prompt or --prompt-token-ids")
-    params = sampling_params(args)
+    params, flags = sampling_params(args), engine_flags(args)
+    check(args, params, engine_config_from_flags(**flags))
     with clean_stdout() as results:
         with StartProgress() as progress:
-            llm = LLM(**engine_flags(args, backend="mp"), progress=progress)
+            llm = LLM(**flags, progress=progress)
         with llm:
             for result in _generate(llm, args, params):
                 _write(results, result, args.json)
     return 0
+
+
+def check(args: argparse.Namespace, params: SamplingParams, config: EngineConfig) -> None:
+    """Refuse before the model is loaded what could not run once it is.
+
+    Raises:
+        ConfigError, InvalidRequest: says which flag.
+    """
+    params.check_ranges()
+    texts = [prompt for prompt in args.prompts if isinstance(prompt, str)]
+    if args.chat and len(texts) != len(args.prompts):
+        raise ConfigError("--chat takes --prompt only, not --prompt-token-ids")
+    if not all(texts):
+        raise ConfigError("--prompt must not be empty")
+    model_dir = resolve_model(config.model.model)
+    if (texts or params.stop) and find_tokenizer(config.model, model_dir) is None:
+        raise ConfigError("without a tokenizer give --prompt-token-ids, and no --prompt or --stop")
+    vocab_size = ModelConfig.from_hf(model_dir).vocab_size
+    params.validate(vocab_size)
+    for prompt in args.prompts:
+        if not isinstance(prompt, str):
+            check_token_ids("--prompt-token-ids", prompt, vocab_size)
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -48,10 +76,7 @@ def _generate(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> Any
     """Results in prompt order."""
     prompts: list[Prompt] = args.prompts
     if args.chat:
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if len(texts) != len(prompts):
-            raise ConfigError("--chat takes --prompt only, not --prompt-token-ids")
-        return llm.chat([[{"role": "user", "content": text}] for text in texts], params)
+        return llm.chat([[{"role": "user", "content": text}] for text in prompts], params)
     return llm.generate(prompts, sampling_params=params)
 
 

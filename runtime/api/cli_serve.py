@@ -31,7 +31,9 @@ _HURRY_S = 3.0  # for ending the ranks after a second signal
 
 
 def run(args: argparse.Namespace) -> int:
-    config = engine_config_from_flags(**engine_flags(args, backend="ray"))
+    config = engine_config_from_flags(**engine_flags(args))
+    if args.port == args.rpc_port != 0:
+        raise ConfigError(f"--port and --rpc-port are both {args.port}; choose two")
     with bound(args.host, args.port, "--port") as http_socket:
         args.port = http_socket.getsockname()[1]
         with bound(args.host, args.rpc_port, "--rpc-port") as rpc_socket:
@@ -164,9 +166,15 @@ async def _until_stopped(
             if serving.done():
                 return "the HTTP server ended"
             if not engine.health()["live"]:
-                return "the engine died; see the log above"
+                return f"engine died: {_why_dead(engine)}"
     finally:
         stop.cancel()
+
+
+def _why_dead(engine: AsyncEngine) -> str:
+    """What clients are told too: which rank, in which step, and why."""
+    errors = [rank["error"] for rank in engine.health()["ranks"] if rank["error"]]
+    return "; ".join(dict.fromkeys(errors)) or "see the log above"
 
 
 async def _stop(
@@ -182,7 +190,8 @@ async def _stop(
     loop = asyncio.get_running_loop()
     ends_at = loop.time() + shutdown_s
     frontend.draining = True  # from here on new requests are answered 503
-    print("Coterie is shutting down; press Ctrl-C again to hurry", file=sys.stderr, flush=True)
+    hint = "; press Ctrl-C again to hurry" if signals.stop.is_set() else ""
+    print(f"Coterie is shutting down{hint}", file=sys.stderr, flush=True)
     drain_s = shutdown_s * (1 - _TEARDOWN_SHARE) if engine.health()["live"] else 0.0
     idle = asyncio.create_task(frontend.idle())
     hurry = asyncio.create_task(signals.hurry.wait())

@@ -5,7 +5,9 @@ connection; a call that was under way then fails with EngineDead and is not repe
 """
 
 import asyncio
+import os
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Coroutine, Generator
 from contextlib import aclosing
 from typing import Any, Literal, Self, TypeVar, overload
@@ -18,6 +20,7 @@ from coterie.runtime.rpc.client import RpcConnection
 
 _T = TypeVar("_T")
 Message = dict[str, Any]
+_END_S = 2.0
 
 
 class AsyncClient:
@@ -208,16 +211,19 @@ class AsyncClient:
 class Client:
     """The same for plain code: an ``AsyncClient`` on a thread of its own. Thread-safe.
 
-    Arguments as ``AsyncClient``. Every call blocks until the answer or its timeout.
+    Arguments as ``AsyncClient``. Every call blocks until the answer or its timeout. One that
+    nobody closes is closed when it is collected, at the interpreter's end at the latest.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 8001, **kw: Any) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="coterie-client", daemon=True
-        )
-        self._thread.start()
         self._client = AsyncClient(host, port, **kw)
+        self._loop = asyncio.new_event_loop()
+        # Nothing that the thread holds may hold the client, or it would never be collected.
+        thread = threading.Thread(
+            target=_run_loop, args=(self._loop,), name="coterie-client", daemon=True
+        )
+        thread.start()
+        self._end = weakref.finalize(self, _end, self._loop, thread, self._client, os.getpid())
 
     def __enter__(self) -> Self:
         return self
@@ -227,12 +233,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection and end the thread."""
-        if self._loop.is_closed():
-            return
-        self._run(self._client.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5.0)
-        self._loop.close()
+        self._end()
 
     @overload
     def generate(
@@ -294,7 +295,7 @@ class Client:
         self._run(self._client.abort(request_id))
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        if self._loop.is_closed():
+        if not self._end.alive:
             work.close()
             raise InvalidRequest("this client is closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -314,8 +315,40 @@ class Client:
             while (output := self._run(following())) is not None:
                 yield output
         finally:
-            if not self._loop.is_closed():
+            if self._end.alive:
                 self._run(outputs.aclose())
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+        # What is left would be destroyed in its midst, which asyncio complains of.
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.wait(left, timeout=_END_S))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()
+
+
+def _end(
+    loop: asyncio.AbstractEventLoop, thread: threading.Thread, client: AsyncClient, process: int
+) -> None:
+    """Close the connection, end loop and thread. Blocks: a moment."""
+    if os.getpid() != process or not thread.is_alive():  # a fork has no such thread
+        return
+
+    async def end() -> None:
+        try:
+            await client.close()
+        finally:
+            loop.stop()
+
+    asyncio.run_coroutine_threadsafe(end(), loop)
+    if threading.current_thread() is not thread:  # the collector runs in any thread
+        thread.join(2 * _END_S)
 
 
 async def _whole(outputs: AsyncGenerator[RequestOutput, None]) -> Generation:

@@ -25,7 +25,7 @@ class HttpError(RequestError):
 
     def __init__(self, status: int, message: str, kind: str, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.kind, self.code = status, kind, code
+        self.http_status, self.kind, self.code = status, kind, code
 
 
 def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
@@ -35,9 +35,10 @@ def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
     message = str(error)
     match error:
         case HttpError():
-            status, kind, code = error.status, error.kind, error.code
+            status, kind, code = error.http_status, error.kind, error.code
         case InvalidRequest():
             status, kind, param = 400, "invalid_request_error", error.param
+            code = error.code
         case NotFound():
             status, kind, code = 404, "invalid_request_error", "not_found"
         case QueueFull():
@@ -71,13 +72,27 @@ def model_not_found(name: str) -> HttpError:
     )
 
 
+_FORMS = {
+    "prompt": "text, a list of texts, a list of token ids (0 or above), or a list of such lists",
+    "stop": "text or a list of texts",
+    "content": "text or a list of content parts",
+}
+"""What fields of several forms may be: pydantic complains of the first form only."""
+
+
 def validation_error(error: ValidationError) -> InvalidRequest:
     """The first complaint, with the field it is about."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     location = [part for part in first["loc"] if not _is_branch(part)]
+    names = [part for part in location if isinstance(part, str)]
+    if names and names[-1] in _FORMS and first["type"] != "missing":
+        while location[-1] != names[-1]:
+            location.pop()
+        text = f"must be {_FORMS[names[-1]]}"
+    else:
+        text = str(first["msg"])
     param = ".".join(str(part) for part in location) or None
-    message = f"{param}: {first['msg']}" if param else str(first["msg"])
-    return InvalidRequest(message, param)
+    return InvalidRequest(f"{param}: {text}" if param else text, param)
 
 
 def _is_branch(part: str | int) -> bool:

@@ -18,7 +18,7 @@ _THREAD_CHARS = 16_384  # a longer text is tokenized off the event loop
 _TEMPLATE_OWN = frozenset(
     {"conversation", "messages", "chat_template", "tokenize", "return_tensors", "return_dict"}
     | {"padding", "truncation", "max_length", "tokenizer_kwargs", "tools", "documents"}
-    | {"return_assistant_tokens_mask"}
+    | {"return_assistant_tokens_mask", "add_special_tokens"}
 )
 
 
@@ -110,8 +110,25 @@ class Frontend:
         for stream in list(self._open):
             await self.engine.abort(stream.request_id)
 
-    async def chat_token_ids(self, messages: list[dict[str, Any]], **kw: Any) -> list[int]:
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            InvalidRequest: no tokenizer, or no valid Unicode.
+        """
+        tokenizer = self.require_tokenizer("prompt")
+        if len(text) < _THREAD_CHARS:
+            return tokenizer.encode(text, add_special_tokens)
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+
+    async def chat_token_ids(
+        self, messages: list[dict[str, Any]], add_special_tokens: bool = False, /, **kw: Any
+    ) -> list[int]:
         """Render and tokenize a conversation.
+
+        Args:
+            add_special_tokens: beside those that the template writes.
+            **kw: for the template.
 
         Raises:
             InvalidRequest: no tokenizer, no chat template, a keyword that is ours to set, or the
@@ -122,9 +139,15 @@ class Frontend:
             raise InvalidRequest(f"{taken[0]!r} cannot be set here", "chat_template_kwargs")
         tokenizer = self.require_tokenizer("messages")
         size = sum(len(str(message.get("content") or "")) for message in messages)
+        kw["add_special_tokens"] = add_special_tokens
         if size < _THREAD_CHARS:
             return tokenizer.apply_chat_template(messages, **kw)
         return await asyncio.to_thread(tokenizer.apply_chat_template, messages, **kw)
+
+    def health(self) -> dict[str, Any]:
+        """The engine's, not ready while draining."""
+        state = self.engine.health()
+        return {**state, "ready": bool(state["ready"]) and not self.draining}
 
     def require_tokenizer(self, param: str) -> Tokenizer:
         if self.engine.tokenizer is None:

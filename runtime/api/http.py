@@ -18,11 +18,12 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import coterie
 from coterie.errors import CoterieError
-from coterie.runtime.api.errors_http import HttpError, error_response
+from coterie.runtime.api.errors_http import CLIENT_GONE, HttpError, error_response
 from coterie.runtime.api.frontend import Frontend
 from coterie.runtime.api.openai_routes import openai_router
 
@@ -43,6 +44,7 @@ def build_app(
     _add_operations(app, frontend)
     app.add_exception_handler(CoterieError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_error)
     if api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=api_key)
@@ -53,18 +55,19 @@ def build_app(
 def _add_operations(app: FastAPI, frontend: Frontend) -> None:
     """Health, metrics, status, version."""
 
-    def health(good: bool) -> Response:
-        return JSONResponse(frontend.engine.health(), status_code=200 if good else 503)
+    def health(*asked: str) -> Response:
+        state = frontend.health()
+        good = all(state[name] for name in asked)
+        return JSONResponse(state, status_code=200 if good else 503)
 
     async def live() -> Response:
-        return health(bool(frontend.engine.health()["live"]))
+        return health("live")
 
     async def ready() -> Response:
-        return health(bool(frontend.engine.health()["ready"]) and not frontend.draining)
+        return health("ready")
 
     async def both() -> Response:
-        state = frontend.engine.health()
-        return health(bool(state["live"] and state["ready"]))
+        return health("live", "ready")
 
     async def metrics() -> Response:
         await frontend.engine.refresh_counters()
@@ -89,6 +92,12 @@ async def _on_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, CoterieError):
         _LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return error_response(error)
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    """A client that leaves before its body is complete is no fault of anybody here."""
+    _LOG.debug("%s %s: the client left while sending", request.method, request.url.path)
+    return Response(status_code=CLIENT_GONE)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

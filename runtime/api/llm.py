@@ -1,22 +1,21 @@
 """``coterie.LLM``: an engine in this process for offline use, driven by plain blocking calls.
 
 The engine lives on an event loop in a thread of its own; ranks are plain processes unless Ray is
-asked for.
+asked for. What is not shut down ends with the interpreter.
 """
 
 import asyncio
 import itertools
-import threading
+import reprlib
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self, TypeVar
-
-import uvloop
+from typing import Any, Self, TypeGuard, TypeVar
 
 from coterie.errors import EngineDead, InvalidRequest
 from coterie.runtime.cluster.supervisor import ProgressCallback
 from coterie.runtime.engine.engine import AsyncEngine
+from coterie.runtime.engine.loop_thread import LoopThread
 from coterie.runtime.engine_args import engine_config_from_flags
 from coterie.runtime.request import (
     FinishReason,
@@ -29,8 +28,10 @@ from coterie.runtime.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 _T = TypeVar("_T")
-UNDO_S = 15.0
-"""How long an interrupted call may take to end what it had started."""
+ACCEPTED = (
+    "prompts is a text, a list of token ids, or a list of such; prompt_token_ids is a list of "
+    "token ids, or a list of such lists"
+)
 
 
 @dataclass(slots=True)
@@ -61,6 +62,8 @@ class CompletionResult:
 class LLM:
     """Load a model and generate.
 
+    End it with ``with`` or ``shutdown``; otherwise it ends when the interpreter does.
+
     Args:
         model: folder in Hugging Face layout, or the name of a pulled demo model.
         progress: called from the engine's thread with (stage, done, total) while loading.
@@ -84,18 +87,22 @@ class LLM:
         config = engine_config_from_flags(model=model, **flags)
         self._ids = itertools.count()
         self._closed = False
-        self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="coterie-engine", daemon=True
-        )
-        self._thread.start()
+        self._engine: AsyncEngine | None = None
+        self._thread = LoopThread("coterie-engine", self._at_exit)
         try:
-            self.engine = self._run(AsyncEngine.start(config, progress))
+            self._engine = self._thread.run(AsyncEngine.start(config, progress))
         except BaseException:
-            self._end_loop()
+            self._closed = True
+            self._thread.close()
             raise
         # Prompts of one call beyond this wait here instead of being refused.
         self._max_submitted = max(1, config.scheduler.max_waiting)
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """The engine; its coroutines belong to this object's own event loop."""
+        assert self._engine is not None
+        return self._engine
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -119,7 +126,8 @@ class LLM:
             One result per prompt, in order.
 
         Raises:
-            RequestError: a prompt cannot be served; the others are aborted.
+            InvalidRequest: a prompt is none of these, or cannot be served.
+            RequestError: a prompt failed; the others are aborted.
 
         Blocks: until all are done.
         """
@@ -139,16 +147,15 @@ class LLM:
             **template: passed to the chat template.
 
         Raises:
-            InvalidRequest: no tokenizer or no chat template.
+            InvalidRequest: no tokenizer or no chat template, or no conversation.
 
         Blocks: until all are done.
         """
         if self.tokenizer is None:
             raise InvalidRequest("chat needs a tokenizer (skip_tokenizer_init=True)", "messages")
-        single = bool(messages) and isinstance(messages[0], dict)
-        conversations: Any = [messages] if single else messages
+        conversations = _as_conversations(messages)
         ids = [
-            self.tokenizer.apply_chat_template(list(conversation), **template)
+            self.tokenizer.apply_chat_template(conversation, **template)
             for conversation in conversations
         ]
         return self.generate(ids, sampling_params)
@@ -196,37 +203,22 @@ class LLM:
         if not self._closed:
             self._closed = True
             try:
-                self._run(self.engine.shutdown(), closing=True)
+                self._thread.run(self.engine.shutdown())
             finally:
-                self._end_loop()
+                self._thread.close()
 
-    def _run(self, work: Coroutine[Any, Any, _T], closing: bool = False) -> _T:
-        if self._closed and not closing:
+    def _at_exit(self) -> None:
+        if self._engine is None:  # a daemon thread is still starting it
+            self._thread.cancel_calls()
+            self._thread.close()
+        else:
+            self.shutdown()
+
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        if self._closed:
             work.close()
             raise EngineDead("this LLM was shut down")
-        ended = threading.Event()
-
-        async def watched() -> _T:
-            try:
-                return await work
-            finally:
-                ended.set()
-
-        future = asyncio.run_coroutine_threadsafe(watched(), self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            # KeyboardInterrupt included: what was begun is undone before the caller goes on.
-            future.cancel()
-            ended.wait(UNDO_S)
-            raise
-
-    def _end_loop(self) -> None:
-        self._closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10.0)
-        if not self._thread.is_alive():
-            self._loop.close()
+        return self._thread.run(work)
 
     def __enter__(self) -> Self:
         return self
@@ -257,15 +249,59 @@ def _as_prompts(
     prompts: str | Sequence[Prompt] | None,
     prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None,
 ) -> list[Prompt]:
-    given = prompts if prompts is not None else prompt_token_ids
-    if given is None or (prompts is not None and prompt_token_ids is not None):
-        raise InvalidRequest("give prompts or prompt_token_ids, not both", param="prompt")
-    if isinstance(given, str):
+    """One entry per prompt.
+
+    Raises:
+        InvalidRequest: it is nothing that ``generate`` accepts.
+    """
+    if (prompts is None) == (prompt_token_ids is None):
+        raise InvalidRequest(f"give either prompts or prompt_token_ids: {ACCEPTED}", "prompt")
+    name = "prompts" if prompts is not None else "prompt_token_ids"
+    given: Any = prompts if prompts is not None else prompt_token_ids
+    kinds = (str,) if prompts is not None else ()
+    if isinstance(given, kinds):
         return [given]
-    items: list[Any] = list(given)
-    if items and isinstance(items[0], int):
-        return [items]
-    return items
+    if _is_ids(given) and len(given):
+        return [list(given)]
+    if not _is_list(given):
+        raise InvalidRequest(f"{name} cannot be {_shown(given)}: {ACCEPTED}", "prompt")
+    for index, item in enumerate(given):
+        if not isinstance(item, kinds) and not _is_ids(item):
+            where = f"{name}[{index}]"
+            raise InvalidRequest(f"{where} cannot be {_shown(item)}: {ACCEPTED}", "prompt")
+    return [item if isinstance(item, str) else list(item) for item in given]
+
+
+def _as_conversations(messages: Any) -> list[list[dict[str, Any]]]:
+    """One list of messages per conversation.
+
+    Raises:
+        InvalidRequest: it is nothing that ``chat`` accepts.
+    """
+    single = _is_list(messages) and bool(messages) and isinstance(messages[0], dict)
+    conversations: Any = [messages] if single else messages
+    if not _is_list(conversations) or not all(
+        _is_list(one) and one and all(isinstance(message, dict) for message in one)
+        for one in conversations
+    ):
+        raise InvalidRequest(
+            "messages is a conversation, which is a list of dicts with role and content, or a list "
+            f"of conversations, not {_shown(messages)}",
+            "messages",
+        )
+    return [list(one) for one in conversations]
+
+
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def _is_ids(value: Any) -> TypeGuard[Sequence[int]]:
+    return _is_list(value) and all(type(item) is int for item in value)
+
+
+def _shown(value: Any) -> str:
+    return f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
 def _per_prompt(
@@ -275,6 +311,10 @@ def _per_prompt(
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not _is_list(params) or not all(isinstance(one, SamplingParams) for one in params):
+        raise InvalidRequest(
+            f"sampling_params is a SamplingParams or a list, one per prompt, not {_shown(params)}"
+        )
     if len(params) != count:
         raise InvalidRequest(f"{count} prompts but {len(params)} sampling_params")
     return list(params)

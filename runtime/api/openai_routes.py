@@ -83,7 +83,7 @@ class OpenAIRoutes:
     async def _chat(self, body: ChatRequest) -> Response:
         params = body.to_sampling_params()
         token_ids = await self._frontend.chat_token_ids(
-            body.plain_messages(), **body.template_kwargs()
+            body.plain_messages(), bool(body.add_special_tokens), **body.template_kwargs()
         )
         request_id = f"chatcmpl-{uuid.uuid4().hex}"
         shape = ChatFormat(request_id, *self._names(), bool(body.return_token_ids))
@@ -114,8 +114,7 @@ class OpenAIRoutes:
         try:
             for position, prompt in enumerate(prompts):
                 if isinstance(prompt, str) and body.add_special_tokens is not None:
-                    tokenizer = self._frontend.require_tokenizer("prompt")
-                    prompt = tokenizer.encode(prompt, body.add_special_tokens)
+                    prompt = await self._frontend.encode(prompt, body.add_special_tokens)
                 request = GenerateRequest(
                     request_id=f"{request_id}-{position}" if len(prompts) > 1 else request_id,
                     prompt=prompt if isinstance(prompt, str) else None,
@@ -123,6 +122,7 @@ class OpenAIRoutes:
                     sampling_params=params,
                     deadline_s=body.deadline_s,
                     data_parallel_rank=body.data_parallel_rank,
+                    refuse_cut=body.limits_output,
                 )
                 streams.append(await self._frontend.submit(request))
         except BaseException:
@@ -192,7 +192,7 @@ async def _completion_events(
             index = position * n + output.index
             echo = "" if index in echoed else echoes[position]
             echoed.add(index)
-            yield event(_with_usage(shape.chunk(index, output, echo), body))
+            yield event(_with_usage(shape.chunk(index, output, echo), body, usage))
     if body.include_usage:
         yield event(shape.usage_chunk(usage))
     yield DONE
@@ -210,18 +210,20 @@ async def _chat_events(
             if output.index not in begun:
                 begun.add(output.index)
                 role = shape.role_chunk(output.index, output.prompt_token_ids)
-                yield event(_with_usage(role, body))
+                yield event(_with_usage(role, body, usage))
             if output.token_ids or output.text:
-                yield event(_with_usage(shape.delta_chunk(output), body))
+                yield event(_with_usage(shape.delta_chunk(output), body, usage))
             if output.finish_reason is not None:
-                yield event(_with_usage(shape.final_chunk(output), body))
+                yield event(_with_usage(shape.final_chunk(output), body, usage))
     if body.include_usage:
         yield event(shape.usage_chunk(usage))
     yield DONE
 
 
-def _with_usage(chunk: dict[str, Any], body: SamplingFields) -> dict[str, Any]:
-    return chunk | {"usage": None} if body.include_usage else chunk
+def _with_usage(chunk: dict[str, Any], body: SamplingFields, usage: Usage) -> dict[str, Any]:
+    if not body.include_usage:
+        return chunk
+    return chunk | {"usage": usage.body() if body.continuous_usage else None}
 
 
 def _raise_if_failed(output: RequestOutput) -> None:

@@ -1,14 +1,16 @@
 """Requests of the OpenAI API as pydantic models, and how they become ours.
 
-Unknown fields are ignored, as OpenAI's own server does; a known field of a wrong type or one that
-asks for something that is not built is refused. vLLM's extra fields keep vLLM's names.
+A field of a wrong type is refused, and so is one that asks for something that is not built (see
+``unsupported``). Fields that nobody knows are ignored. vLLM's extra fields keep vLLM's names.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from coterie.errors import InvalidRequest
+from coterie.runtime.api.unsupported import CHAT_NEUTRAL, COMPLETION_NEUTRAL, refuse_unsupported
 from coterie.runtime.request import SamplingParams
 
 TokenIds = list[Annotated[int, Field(ge=0)]]
@@ -20,6 +22,8 @@ class _Lenient(BaseModel):
 
 class StreamOptions(_Lenient):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's: with include_usage, every chunk carries the usage so far."""
 
 
 class ResponseFormat(_Lenient):
@@ -28,6 +32,10 @@ class ResponseFormat(_Lenient):
 
 class SamplingFields(_Lenient):
     """What both endpoints take. None = the default."""
+
+    # Kept in model_extra, so that those we know and cannot serve are refused.
+    model_config = ConfigDict(extra="allow", strict=True)
+    own_unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     model: str | None = None
     n: int | None = None
@@ -58,13 +66,24 @@ class SamplingFields(_Lenient):
 
     # ours
     deadline_s: Annotated[float, Field(gt=0)] | None = None
+    """Seconds from arrival after which the request fails with 504."""
     data_parallel_rank: int | None = None
     """Also as header X-data-parallel-rank."""
-    """Seconds from arrival after which the request fails with 504."""
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+    @property
+    def limits_output(self) -> bool:
+        """Whether the caller said how many tokens, rather than leaving it to the default."""
+        return self.max_tokens is not None
 
     def check(self) -> None:
         """Refuse what is not built.
@@ -72,6 +91,7 @@ class SamplingFields(_Lenient):
         Raises:
             InvalidRequest: names the field.
         """
+        refuse_unsupported(self.model_extra or {}, self.own_unsupported)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream=true", "stream_options")
         if self.response_format is not None and self.response_format.type != "text":
@@ -126,6 +146,8 @@ def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
 
 
 class CompletionRequest(SamplingFields):
+    own_unsupported = COMPLETION_NEUTRAL
+
     prompt: str | list[str] | TokenIds | list[TokenIds]
     echo: bool | None = None
     suffix: str | None = None
@@ -165,31 +187,39 @@ class ChatMessage(_Lenient):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[Any] | None = None
+    function_call: Any = None
 
     def plain(self, position: int) -> dict[str, Any]:
-        """``{"role", "content"}`` for a chat template.
+        """``{"role", "content"}``, and ``name`` if there is one, for a chat template.
 
         Raises:
             InvalidRequest: a part that is not text, or a tool's message.
         """
         param = f"messages[{position}]"
-        if self.role in ("tool", "function") or self.tool_calls:
+        if self.role in ("tool", "function") or self.tool_calls or self.function_call:
             raise InvalidRequest("tool messages are not supported", param)
         role = "system" if self.role == "developer" else self.role
         if self.content is None:
             raise InvalidRequest("a message needs content", f"{param}.content")
-        if isinstance(self.content, str):
-            return {"role": role, "content": self.content}
+        message = {"role": role, "content": self._text(f"{param}.content")}
+        return message if self.name is None else message | {"name": self.name}
+
+    def _text(self, param: str) -> str:
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
         for part in self.content:
-            if part.type != "text" or part.text is None:
+            if part.type != "text":
                 raise InvalidRequest(
-                    f"content parts of type {part.type!r} are not supported; only 'text' is",
-                    f"{param}.content",
+                    f"content parts of type {part.type!r} are not supported; only 'text' is", param
                 )
-        return {"role": role, "content": "".join(part.text or "" for part in self.content)}
+            if part.text is None:
+                raise InvalidRequest("a content part of type 'text' needs text", param)
+        return "".join(part.text or "" for part in self.content)
 
 
 class ChatRequest(SamplingFields):
+    own_unsupported = CHAT_NEUTRAL
+
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -214,6 +244,10 @@ class ChatRequest(SamplingFields):
             raise InvalidRequest("only the modality 'text' is supported", "modalities")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs=true", "top_logprobs")
+
+    @property
+    def limits_output(self) -> bool:
+        return self.max_tokens is not None or self.max_completion_tokens is not None
 
     def plain_messages(self) -> list[dict[str, Any]]:
         return [message.plain(index) for index, message in enumerate(self.messages)]

@@ -80,8 +80,7 @@ class RpcService:
         return await self._frontend.engine.status()
 
     async def health(self, call: types.Nothing) -> dict[str, Any]:
-        state = self._frontend.engine.health()
-        return {**state, "ready": bool(state["ready"]) and not self._frontend.draining}
+        return self._frontend.health()
 
     async def models(self, call: types.Nothing) -> list[dict[str, Any]]:
         return self._frontend.models()

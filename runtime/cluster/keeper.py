@@ -29,8 +29,10 @@ from coterie.runtime.cluster.keeper_messages import (
     to_keeper,
     to_line,
 )
-from coterie.runtime.cluster.ray_head import RayHead, authentication, end_session
+from coterie.runtime.cluster.rank_log import actor_tail
+from coterie.runtime.cluster.ray_head import LOOPBACK, RayHead, authentication, end_session
 from coterie.runtime.messages import SeatAddress
+from coterie.runtime.rank.hold import hold
 
 if TYPE_CHECKING:
     from coterie.runtime.cluster.ray_ranks import RayRanks
@@ -43,6 +45,7 @@ class Keeper:
         self._order = order
         self._reply_fd = reply_fd
         self._folder = Path(order.runtime_dir)
+        hold(self._folder)
         self._ranks: RayRanks | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -64,26 +67,26 @@ class Keeper:
     async def _start(self) -> None:
         order = self._order
         try:
-            addresses = await asyncio.wait_for(
-                asyncio.to_thread(self._start_blocking), order.deadline_s
-            )
+            async with asyncio.timeout(order.deadline_s):
+                addresses = await asyncio.to_thread(self._start_blocking)
         except TimeoutError:
             where = f"Ray at {order.ray_address}" if order.ray_address else "the own Ray head"
             detail = f"{where} did not start {len(order.specs)} ranks in {order.deadline_s:.0f} s"
             self._send(StartFailed(detail=detail))
             return
         except Exception as error:  # whatever it is, the engine must hear of it
-            self._send(StartFailed(detail=str(error) or repr(error)))
+            log = actor_tail(self._folder / "ray") if self._ranks is not None else ""
+            self._send(StartFailed(detail=f"{str(error) or repr(error)}{log}"))
             return
-        for spec in order.specs:
-            self._watch(self._report_gone(spec.seat))
+        for address in addresses:
+            self._watch(self._report_gone(address.seat, address.pid))
         self._send(Started(addresses=addresses))
 
     def _start_blocking(self) -> list[SeatAddress]:
         order = self._order
         address, head = order.ray_address, None
         if address is None:
-            os.environ.update(authentication(self._folder))
+            os.environ.update(LOOPBACK | authentication(self._folder))
             head = RayHead(self._folder / "ray", num_cpus=len(order.specs))
             head.start()
         # Only now, with Ray's environment set; it takes most of a second, which the head takes too.
@@ -97,10 +100,11 @@ class Keeper:
         self._ranks.connect(address)
         return self._ranks.start(order.specs, order.deadline_s)
 
-    async def _report_gone(self, seat: int) -> None:
+    async def _report_gone(self, seat: int, pid: int) -> None:
         assert self._ranks is not None
         reason = await self._ranks.gone(seat)
-        self._send(RankGone(seat=seat, reason=reason))
+        log = actor_tail(self._folder / "ray", pid)
+        self._send(RankGone(seat=seat, reason=f"{reason}{log}"))
 
     def _watch(self, work: Coroutine[None, None, None]) -> None:
         self._tasks.add(asyncio.create_task(work))

@@ -11,7 +11,8 @@ from coterie.runtime.messages import SeatAddress
 from coterie.runtime.spec import RankSpec
 
 DeathNotice = Callable[[int, str], None]
-"""Called on the event loop with (seat, reason) when a rank's process is gone."""
+"""Called on the event loop with (seat, reason) when a rank's process is gone. The reason is one
+line; further lines are the end of the rank's log."""
 
 
 class Launcher(Protocol):

@@ -17,10 +17,10 @@ import msgspec
 
 from coterie.errors import PlacementError
 from coterie.runtime.cluster.launcher import DeathNotice
+from coterie.runtime.cluster.rank_log import tail
 from coterie.runtime.messages import SeatAddress
 from coterie.runtime.spec import RankSpec
 
-LOG_TAIL_BYTES = 2000
 RANK_MODULE = "coterie.runtime.rank.main"
 
 
@@ -40,17 +40,16 @@ class ProcessLauncher:
         self._on_death = on_death
         for spec in specs:
             self._spawn(spec)
-        waits = [asyncio.to_thread(self._read_address, spec) for spec in specs]
-        task = asyncio.gather(*waits)
+        reads = [asyncio.create_task(self._read_address(spec)) for spec in specs]
         try:
-            return list(await asyncio.wait_for(asyncio.shield(task), deadline_s))
+            async with asyncio.timeout(deadline_s):
+                return list(await asyncio.gather(*reads))
         except TimeoutError:
             raise PlacementError(f"ranks did not start within {deadline_s:.0f} s") from None
         finally:
-            if not task.done():  # closes the pipes, which ends the reading threads
-                for seat in list(self._processes):
-                    await self.kill(seat)
-                await asyncio.wait([task], timeout=5.0)
+            for read in reads:
+                read.cancel()
+            await asyncio.gather(*reads, return_exceptions=True)
 
     def _spawn(self, spec: RankSpec) -> None:
         log = Path(spec.runtime_dir) / f"seat-{spec.seat}.log"
@@ -78,23 +77,22 @@ class ProcessLauncher:
         code = self._processes[seat].wait()
         self._exited[seat].set()
         if self._on_death is not None:
-            self._on_death(seat, f"process ended with {_exit_name(code)}{self._tail(seat)}")
+            self._on_death(seat, f"process ended with {_exit_name(code)}{tail(self._logs[seat])}")
 
-    def _read_address(self, spec: RankSpec) -> SeatAddress:
-        """Blocks until the rank printed its address or its pipe closed."""
-        process = self._processes[spec.seat]
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            raise PlacementError(f"rank {spec.seat} did not start{self._tail(spec.seat)}")
-        return msgspec.json.decode(line, type=SeatAddress)
-
-    def _tail(self, seat: int) -> str:
+    async def _read_address(self, spec: RankSpec) -> SeatAddress:
+        """Until the rank wrote its address or its pipe closed."""
+        lines = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        pipe, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(lines), self._processes[spec.seat].stdout
+        )
         try:
-            text = self._logs[seat].read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
-        except OSError:
-            return ""
-        return f"; its log ends:\n{text}" if text else ""
+            line = await lines.readline()
+        finally:
+            pipe.close()
+        if not line:
+            raise PlacementError(f"rank {spec.seat} did not start{tail(self._logs[spec.seat])}")
+        return msgspec.json.decode(line, type=SeatAddress)
 
     async def kill(self, seat: int) -> None:
         process = self._processes.get(seat)
@@ -111,7 +109,7 @@ class ProcessLauncher:
         if waits:  # killed processes are reaped at once
             await asyncio.wait(waits, timeout=5.0)
         for process in self._processes.values():
-            if process.stdout is not None:
+            if process.stdout is not None:  # of a start that was cancelled before it read
                 process.stdout.close()
 
 

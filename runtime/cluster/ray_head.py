@@ -7,7 +7,6 @@ of whoever started it, so ending that session ends all of it.
 import contextlib
 import ctypes
 import os
-import re
 import secrets
 import signal
 import subprocess
@@ -20,8 +19,11 @@ from coterie.errors import PlacementError
 OBJECT_STORE_BYTES = 80_000_000
 """Ray's minimum is 75 MB; no tensor of ours travels through it."""
 PR_SET_PDEATHSIG = 1
-ADDRESS = re.compile(r"--address='([^']+)'")
-"""In the hint that Ray prints, once it is up, on how to add a node."""
+READY = "--block"
+"""In what Ray prints last, once it is up and has written its address down."""
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""A node that no other may join: only then does Ray keep the 127.0.0.1 that it is given, and its
+servers listen there instead of on all interfaces."""
 
 
 class RayHead:
@@ -30,12 +32,16 @@ class RayHead:
     Args:
         folder: made here, for all of Ray's files; the token lies beside it.
         new_session: give it a session of its own instead of the caller's.
+        loopback: other hosts cannot reach it.
     """
 
-    def __init__(self, folder: Path, num_cpus: int, *, new_session: bool = False) -> None:
+    def __init__(
+        self, folder: Path, num_cpus: int, *, new_session: bool = False, loopback: bool = True
+    ) -> None:
         self._folder = folder
         self._num_cpus = num_cpus
         self._new_session = new_session
+        self._environment = LOOPBACK if loopback else {}
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
@@ -57,7 +63,7 @@ class RayHead:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=os.environ | authentication(self._folder.parent),
+            env=os.environ | self._environment | authentication(self._folder.parent),
             preexec_fn=_end_with_parent,
             start_new_session=self._new_session,
         )
@@ -75,8 +81,8 @@ class RayHead:
         printed: list[str] = []
         for line in self._process.stdout:
             printed.append(line)
-            if found := ADDRESS.search(line):
-                return found[1]
+            if READY in line:
+                return (self._folder / "ray_current_cluster").read_text().strip()
         raise PlacementError("the Ray head did not start:\n" + "".join(printed[-20:]))
 
     @property
@@ -95,8 +101,8 @@ class RayHead:
 def authentication(runtime_dir: Path) -> dict[str, str]:
     """Environment that makes Ray ask for and show this deployment's token.
 
-    Ray's servers listen on all interfaces and run what they are sent, so without the token any
-    host that reaches this one could run code here.
+    Ray's servers run what they are sent, so without the token anybody who reaches them, such as
+    another user of this host, could run code here.
     """
     path = runtime_dir / "ray.token"
     if not path.exists():
@@ -117,16 +123,19 @@ def session_members(session: int) -> list[int]:
     return members
 
 
+def kill_session(session: int, spare: int | None = None) -> bool:
+    """Kill every process of a session but ``spare``; whether any was left."""
+    left = [pid for pid in session_members(session) if pid != spare]
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return bool(left)
+
+
 def end_session(session: int, deadline_s: float = 10.0, spare: int | None = None) -> None:
-    """Kill every process of a session but ``spare``. Blocks until they are gone."""
+    """``kill_session``. Blocks until they are gone."""
     end = time.monotonic() + deadline_s
-    while time.monotonic() < end:
-        left = [pid for pid in session_members(session) if pid != spare]
-        if not left:
-            return
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    while kill_session(session, spare) and time.monotonic() < end:
         time.sleep(0.02)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,12 +20,14 @@ from coterie.runtime.cluster.keeper_messages import (
     to_line,
 )
 from coterie.runtime.cluster.launcher import DeathNotice
-from coterie.runtime.cluster.ray_head import end_session
+from coterie.runtime.cluster.rank_log import tail
+from coterie.runtime.cluster.ray_head import kill_session
 from coterie.runtime.messages import SeatAddress
 from coterie.runtime.spec import RankSpec
 
 MARGIN_S = 5.0
 """What the keeper may take beyond the ranks' own deadline to end its Ray head."""
+KILL_S = 10.0
 
 
 class RayLauncher:
@@ -74,7 +77,8 @@ class RayLauncher:
         )
         await asyncio.to_thread(self._send, order)
         try:
-            return await asyncio.wait_for(self._answer, deadline_s + MARGIN_S)
+            async with asyncio.timeout(deadline_s + MARGIN_S):
+                return await self._answer
         except TimeoutError:
             raise PlacementError(f"Ray did not start ranks within {deadline_s:.0f} s") from None
 
@@ -92,8 +96,8 @@ class RayLauncher:
             else:
                 self._answer.set_exception(PlacementError(message.detail))
         if not self._answer.done():
-            text = self._log.read_text(errors="replace")[-2000:] if self._log else ""
-            self._answer.set_exception(PlacementError(f"the keeper of Ray ended: {text}"))
+            text = tail(self._log) if self._log else ""
+            self._answer.set_exception(PlacementError(f"the keeper of Ray ended{text}"))
 
     def _send(self, message: KeeperMessage) -> None:
         if self._keeper is None or self._keeper.stdin is None:
@@ -110,14 +114,35 @@ class RayLauncher:
         if keeper is None:
             return
         self._send(StopAll(deadline_s=max(deadline_s, 0.0)))
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(keeper.wait, max(deadline_s, 0.0) + MARGIN_S)
+        await _wait(keeper, max(deadline_s, 0.0) + MARGIN_S)
         if keeper.returncode != 0:  # it hangs, or was killed and left its work to others
             # Its own head is in its session; in a cluster of others this is the keeper alone.
-            await asyncio.to_thread(end_session, keeper.pid)
-            await asyncio.to_thread(keeper.wait)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(KILL_S):
+                    while kill_session(keeper.pid):
+                        await asyncio.sleep(0.02)
+            await _wait(keeper, KILL_S)
         if keeper.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 keeper.stdin.close()
         if self._reading is not None:
             await self._reading
+        if self._answer is not None and not self._answer.cancelled():
+            self._answer.exception()  # of a start that was cancelled: nobody else looks at it
+
+
+async def _wait(process: "subprocess.Popen[bytes]", timeout_s: float) -> None:
+    """``Popen.wait`` without a thread: there are none any more when the interpreter ends."""
+    if process.poll() is not None:
+        return
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    pidfd = os.pidfd_open(process.pid)
+    loop.add_reader(pidfd, ended.set)
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await ended.wait()
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+        process.poll()

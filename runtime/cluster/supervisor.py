@@ -8,15 +8,16 @@ whichever comes first.
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from coterie import errors
 from coterie.errors import PlacementError, RankDied, RankFault, RuntimeFailure
 from coterie.runtime.cluster.launcher import Launcher
 from coterie.runtime.cluster.rank_connection import RankConnection
+from coterie.runtime.cluster.seat import Seat, quietest_expert
 from coterie.runtime.config import TimeoutConfig
 from coterie.runtime.messages import (
     Failed,
@@ -29,7 +30,6 @@ from coterie.runtime.messages import (
     Progress,
     QueryStatus,
     RankStatus,
-    SeatAddress,
     Serve,
     StepOutput,
     Stop,
@@ -41,11 +41,12 @@ ProgressCallback = Callable[[str, int, int], None]
 STATUS_TIMEOUT_S = 2.0
 DEATH_NOTICE_S = 0.2
 """How long a launcher's notice of a death may take after its sockets closed."""
-QUIET_S = 1.0
-"""Two heartbeat periods: a peer this quiet is the one that a witness calls dead."""
+QUIET_S = 1.2
+"""More than two heartbeat periods: a peer this quiet is the one that a witness calls dead."""
 SUSPECT_FACTOR = 2.0
 """Heartbeat silence or standstill, in units of fault_s, after which a rank counts as dead: twice,
 so that the ranks' own detection, which knows more, comes first."""
+_log = logging.getLogger("coterie.cluster")
 
 
 class RankEvents(Protocol):
@@ -56,25 +57,6 @@ class RankEvents(Protocol):
     def on_requests_failed(self, seat: int, request_ids: list[str], error: Exception) -> None: ...
 
     def on_rank_lost(self, seat: int, error: RuntimeFailure) -> None: ...
-
-
-@dataclass
-class Seat:
-    """What is known of one rank."""
-
-    spec: RankSpec
-    address: SeatAddress | None = None
-    engine: RankConnection | None = None
-    heartbeat_link: RankConnection | None = None
-    loaded: Loaded | None = None
-    heartbeat: Heartbeat | None = None
-    heartbeat_at_s: float = 0.0
-    progress_at_s: float = 0.0
-    status: RankStatus | None = None
-    lost: RuntimeFailure | None = None
-    """Why this rank is not a member any more."""
-    waiter: "asyncio.Future[Any] | None" = None
-    progress: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class Supervisor:
@@ -146,12 +128,16 @@ class Supervisor:
             await asyncio.gather(*(self._connect(seat, left()) for seat in self.seats.values()))
         except RuntimeFailure:
             # If the rank is dead, how it ended says more than a closed connection.
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._death.wait(), DEATH_NOTICE_S)
-            lost = [seat.lost for seat in self.seats.values() if seat.lost is not None]
-            if lost:
+            if lost := await self._deaths():
                 raise lost[0] from None
             raise
+
+    async def _deaths(self) -> list[RuntimeFailure]:
+        """How ranks ended; the launcher's notice may take a moment."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DEATH_NOTICE_S):
+                await self._death.wait()
+        return [seat.lost for seat in self.seats.values() if seat.lost is not None]
 
     async def _connect(self, seat: Seat, deadline_s: float) -> None:
         if seat.address is None:
@@ -188,11 +174,13 @@ class Supervisor:
         )
         for seat in self.seats.values():
             seat.waiter = None
-        failed = [future for future in done if future.exception()]
+        failed = [error for future in done if (error := future.exception()) is not None]
         for future in pending:
             future.cancel()
         if failed:
-            raise _first_cause([f.exception() for f in failed])
+            if all(isinstance(error, RankDied) for error in failed):
+                failed = [*await self._deaths(), *failed]
+            raise _first_cause(failed)
         if pending:
             late = [number for number, future in futures.items() if future in pending]
             name = type(message).__name__
@@ -238,7 +226,7 @@ class Supervisor:
         if seat is None:
             return
         if isinstance(message, Heartbeat):
-            self._on_heartbeat(seat, message)
+            seat.beat(message, time.monotonic())
         elif isinstance(message, Progress):
             self._on_progress(seat, message)
         elif isinstance(message, Failed):
@@ -248,18 +236,6 @@ class Supervisor:
                 seat.status = message
             if seat.waiter is not None and not seat.waiter.done():
                 seat.waiter.set_result(message)
-
-    def _on_heartbeat(self, seat: Seat, beat: Heartbeat) -> None:
-        now, last = time.monotonic(), seat.heartbeat
-        seat.heartbeat_at_s = now
-        moved = last is None or (beat.tick, beat.step, beat.layer) != (
-            last.tick,
-            last.step,
-            last.layer,
-        )
-        if moved or beat.state != "stepping":
-            seat.progress_at_s = now
-        seat.heartbeat = beat
 
     def _on_progress(self, seat: Seat, message: Progress) -> None:
         seat.progress[message.stage] = (message.done, message.total)
@@ -276,39 +252,64 @@ class Supervisor:
 
     def _on_failed(self, seat: Seat, message: Failed) -> None:
         error = to_error(message)
-        if not message.request_ids and isinstance(error, RankDied) and self._events is not None:
-            # The reporter is a witness. Evidence about the dead one itself comes within moments.
-            loop = asyncio.get_running_loop()
-            loop.call_later(DEATH_NOTICE_S, self._judge, seat, error)
-        elif not message.request_ids:
+        if message.request_ids:
+            if self._events is not None:
+                self._events.on_requests_failed(message.seat, message.request_ids, error)
+        elif not isinstance(error, RankDied):
             self._lose(seat, error)
         elif self._events is not None:
-            self._events.on_requests_failed(message.seat, message.request_ids, error)
+            _log.warning("a rank was reported dead by %s", error)
+            self._spawn(self._judge(seat, error))
+        elif seat.waiter is not None and not seat.waiter.done():
+            seat.waiter.set_exception(error)
+            seat.waiter.exception()  # may have no reader any more
 
-    def _judge(self, witness: Seat, error: RuntimeFailure) -> None:
-        """A rank reported a dead peer: find which, unless that is settled already."""
-        others = [self.seats[n] for n in self.alive() if self.seats[n] is not witness]
-        if len(others) + 1 < len(self.seats) or witness.lost is not None:
-            return
-        quietest = min(others, key=lambda seat: seat.heartbeat_at_s, default=witness)
-        if time.monotonic() - quietest.heartbeat_at_s < QUIET_S:
-            quietest = witness
-        self._lose(quietest, error)
+    async def _judge(self, witness: Seat, error: RuntimeFailure) -> None:
+        """A rank waits for a dead expert rank, and has stopped: find which.
+
+        The dead one is silent or stands still; the witness, which can still speak, is blamed only
+        if nobody else can be.
+        """
+        reported_s = time.monotonic()
+        while True:
+            await asyncio.sleep(DEATH_NOTICE_S)
+            if self._stopping or witness.lost is not None:
+                return
+            if any(s.lost is not None and "experts" in s.spec.roles for s in self.seats.values()):
+                return  # settled by better evidence
+            now = time.monotonic()
+            suspect = quietest_expert(self.seats.values(), witness, now)
+            if suspect is not None and suspect.quiet_s(now) > QUIET_S:
+                complaint = suspect.complaint(now, self.epoch)
+                self._lose(suspect, RankDied(f"{complaint}; reported by {error}"))
+                return
+            if now - reported_s > SUSPECT_FACTOR * self._timeouts.fault_s:
+                self._lose(witness, error)
+                return
 
     def _on_link_lost(self, number: int, reason: str) -> None:
         # The launcher's notice, if it comes at once, says more than "connection closed".
         loop = asyncio.get_running_loop()
-        seat = self.seats[number]
-        loop.call_later(DEATH_NOTICE_S, self._lose, seat, RankDied(f"rank {number} died: {reason}"))
+        loop.call_later(DEATH_NOTICE_S, self._on_process_gone, number, reason)
 
     def _on_process_gone(self, number: int, reason: str) -> None:
-        self._lose(self.seats[number], RankDied(f"rank {number} died: {reason}"))
+        """Args:
+        reason: one line, and further ones from the rank's log.
+        """
+        seat = self.seats[number]
+        summary, _, log = reason.partition("\n")
+        text = f"rank {number} died: {summary} ({seat.where(self.epoch)})"
+        # Clients of a running engine need no log; who starts one does.
+        self._lose(seat, RankDied(f"{text}\n{log}" if log and self._events is None else text), log)
 
-    def _lose(self, seat: Seat, error: RuntimeFailure) -> None:
+    def _lose(self, seat: Seat, error: RuntimeFailure, log: str = "") -> None:
         if seat.lost is not None or self._stopping:
             return
         seat.lost = error
         self._death.set()
+        number, where = seat.spec.seat, seat.where(self.epoch)
+        tail = f"\n{log}" if log and self._events is not None else ""
+        _log.error("lost rank %d (%s): %s%s", number, where, error, tail)
         if seat.waiter is not None and not seat.waiter.done():
             seat.waiter.set_exception(error)
             seat.waiter.exception()  # may have no reader any more
@@ -331,14 +332,8 @@ class Supervisor:
         now, limit = time.monotonic(), SUSPECT_FACTOR * self._timeouts.fault_s
         for number in self.alive():
             seat = self.seats[number]
-            where = f"step {seat.heartbeat.step}" if seat.heartbeat else "no step"
-            silent, still = now - seat.heartbeat_at_s, now - seat.progress_at_s
-            if silent > limit:
-                text = f"rank {number} is silent for {silent:.0f} s ({where}, epoch {self.epoch})"
-                self._lose(seat, RankDied(text))
-            elif still > limit:
-                text = f"rank {number} is stuck for {still:.0f} s ({where}, epoch {self.epoch})"
-                self._lose(seat, RankDied(text))
+            if seat.quiet_s(now) > limit:
+                self._lose(seat, RankDied(seat.complaint(now, self.epoch)))
         loop = asyncio.get_running_loop()
         self._watch = loop.call_later(self._timeouts.fault_s / 2, self._check)
 
@@ -370,7 +365,6 @@ def to_error(message: Failed) -> RuntimeFailure:
     return RankFault(where)
 
 
-def _first_cause(found: list[BaseException | None]) -> BaseException:
+def _first_cause(found: list[BaseException]) -> BaseException:
     """Of several ranks' errors the one that is not a consequence of another's death."""
-    known = [error for error in found if error is not None]
-    return next((e for e in known if not isinstance(e, RankDied)), known[0])
+    return next((e for e in found if not isinstance(e, RankDied)), found[0])

@@ -13,11 +13,13 @@ from coterie.errors import InvalidRequest
 from coterie.runtime.detokenizer import Detokenizer
 from coterie.runtime.engine.choice import Choice
 from coterie.runtime.engine.request_stream import RequestStream
-from coterie.runtime.request import GenerateRequest, SamplingParams
+from coterie.runtime.request import GenerateRequest, SamplingParams, check_token_ids
 from coterie.runtime.tokenizer import Tokenizer
 
 THREAD_CHARS = 16_384
 """A longer prompt is tokenized off the event loop."""
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's code, for every request that is too long."""
 _SEED_BITS = 63
 
 
@@ -61,14 +63,11 @@ class Admission:
         if ids is None:
             assert request.prompt is not None
             ids = await self._encode(request.prompt)
-        elif any(not 0 <= token < self._vocab_size for token in ids):
-            raise InvalidRequest(
-                f"prompt_token_ids must be below the vocabulary size {self._vocab_size}",
-                param="prompt",
-            )
+        else:
+            check_token_ids("prompt_token_ids", ids, self._vocab_size, param="prompt")
         if not ids:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
-        self._check_length(len(ids), request.sampling_params)
+        self._check_length(len(ids), request)
         return list(ids)
 
     async def _encode(self, text: str) -> list[int]:
@@ -78,22 +77,27 @@ class Admission:
             return await asyncio.to_thread(self._tokenizer.encode, text)
         return self._tokenizer.encode(text)
 
-    def _check_length(self, num_prompt: int, params: SamplingParams) -> None:
-        if num_prompt + 1 > self._max_model_len:
-            requested = params.max_tokens or 1
-            raise InvalidRequest(
+    def _check_length(self, num_prompt: int, request: GenerateRequest) -> None:
+        wanted = request.sampling_params.max_tokens or 1
+        needed = num_prompt + (wanted if request.refuse_cut else 1)
+
+        def too_long(limit: int, message: str) -> InvalidRequest:
+            param = "prompt" if num_prompt + 1 > limit else "max_tokens"
+            return InvalidRequest(f"{message} Please reduce the {param}.", param, TOO_LONG)
+
+        if needed > self._max_model_len:
+            raise too_long(
+                self._max_model_len,
                 f"This model's maximum context length is {self._max_model_len} tokens. However, "
-                f"you requested {num_prompt + requested} tokens ({num_prompt} in the prompt, "
-                f"{requested} in the completion). Please reduce the length of the prompt.",
-                param="prompt",
+                f"you requested {num_prompt + wanted} tokens ({num_prompt} in the prompt, "
+                f"{wanted} in the completion).",
             )
-        if num_prompt + 1 > self._max_cache_tokens:
-            raise InvalidRequest(
-                f"The prompt has {num_prompt} tokens, but the KV cache of a rank holds "
-                f"{self._max_cache_tokens} tokens of prompt and output. Please reduce the length "
-                "of the prompt, or start the server with a larger cache (--num-kv-blocks, "
-                "--kv-cache-memory-bytes).",
-                param="prompt",
+        if needed > self._max_cache_tokens:
+            raise too_long(
+                self._max_cache_tokens,
+                f"You requested {num_prompt + wanted} tokens ({num_prompt} in the prompt), but the "
+                f"KV cache of a rank holds {self._max_cache_tokens} tokens; --num-kv-blocks or "
+                "--kv-cache-memory-bytes of the server make it larger.",
             )
 
     def choices(

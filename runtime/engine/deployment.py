@@ -5,9 +5,11 @@ import contextlib
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from coterie.runtime.cluster import runtime_dir
 from coterie.runtime.cluster.launch import make_launcher
+from coterie.runtime.cluster.runtime_dir import RuntimeDir
 from coterie.runtime.cluster.supervisor import ProgressCallback, Supervisor
 from coterie.runtime.config import EngineConfig
 from coterie.runtime.engine.plan import DeploymentPlan, load_tokenizer, make_plan
@@ -24,14 +26,18 @@ class Deployment:
     plan: DeploymentPlan
     supervisor: Supervisor
     tokenizer: Tokenizer | None
-    folder: Path
+    runtime_dir: RuntimeDir
+
+    @property
+    def folder(self) -> Path:
+        return self.runtime_dir.path
 
     async def stop(self, deadline_s: float) -> None:
         """End all ranks and remove the folder. Safe to call twice."""
         try:
             await self.supervisor.stop(max(MIN_TEARDOWN_S, deadline_s))
         finally:
-            await asyncio.to_thread(runtime_dir.remove, self.folder)
+            self.runtime_dir.remove()
 
 
 async def start_deployment(config: EngineConfig, progress: ProgressCallback | None) -> Deployment:
@@ -46,8 +52,9 @@ async def start_deployment(config: EngineConfig, progress: ProgressCallback | No
     plan = await asyncio.to_thread(make_plan, config)
     launcher = make_launcher(config)
     deployment = runtime_dir.new_deployment_id()
+    await asyncio.to_thread(runtime_dir.sweep)
     folder = runtime_dir.create(deployment)
-    specs = plan.specs(deployment, folder, secrets.token_bytes(32))
+    specs = plan.specs(deployment, folder.path, secrets.token_bytes(32))
     supervisor = Supervisor(specs, launcher, config.timeouts, versions(specs[0]), progress)
     # The tokenizer's imports take seconds; ranks start meanwhile.
     tokenizer = asyncio.create_task(asyncio.to_thread(load_tokenizer, plan))
@@ -59,15 +66,19 @@ async def start_deployment(config: EngineConfig, progress: ProgressCallback | No
         await ranks
         return Deployment(plan, supervisor, await tokenizer, folder)
     except BaseException:
-        ranks.cancel()
-        # Shielded: a second cancellation must not leave processes behind.
-        await asyncio.shield(_abandon(ranks, supervisor, folder))
+        # In a task of its own: a second cancellation must not leave processes behind.
+        undone = asyncio.create_task(_abandon([ranks, tokenizer], supervisor, folder))
+        await asyncio.wait([undone])
         raise
 
 
-async def _abandon(ranks: "asyncio.Task[None]", supervisor: Supervisor, folder: Path) -> None:
-    with contextlib.suppress(Exception, asyncio.CancelledError):
-        await ranks
+async def _abandon(
+    tasks: "list[asyncio.Task[Any]]", supervisor: Supervisor, folder: RuntimeDir
+) -> None:
+    for task in tasks:
+        task.cancel()
+    # What they raise is a consequence, or the error that is on its way to the caller already.
+    await asyncio.gather(*tasks, return_exceptions=True)
     with contextlib.suppress(Exception):
         await supervisor.stop(0.0)
-    await asyncio.to_thread(runtime_dir.remove, folder)
+    folder.remove()

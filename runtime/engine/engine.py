@@ -6,6 +6,7 @@ HTTP, RPC and LLM above it see only ``submit`` and a few questions.
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,8 @@ from coterie.runtime.engine.request_stream import RequestStream
 from coterie.runtime.engine.waiting_queue import WaitingQueue
 from coterie.runtime.messages import Abort, Acknowledge, StepOutput
 from coterie.runtime.request import GenerateRequest
+
+_log = logging.getLogger("coterie.engine")
 
 
 @dataclass(slots=True)
@@ -245,10 +248,13 @@ class AsyncEngine:
         """A rank is no member any more: its requests fail, and with lost experts all do."""
         bound = self._coordinator.lose(seat)
         if seat in self.plan.layout.expert_seats or not self._coordinator.ranks:
+            if self._dead is None:
+                _log.error("without rank %d the engine stops: %d requests", seat, len(self._live))
             self._dead = self._dead or str(error)
             for request_id in list(self._live):
                 self._drop(request_id, error)
             return
+        _log.error("%d requests were on rank %d and fail", len(bound), seat)
         for choice in bound:
             self._drop(choice.stream.request_id, error)
         self._dispatch()
@@ -302,7 +308,8 @@ class AsyncEngine:
         if self._live:
             self._idle.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), max(0.0, end - teardown_s - loop.time()))
+                async with asyncio.timeout_at(max(loop.time(), end - teardown_s)):
+                    await self._idle.wait()
         for request_id in list(self._live):
             self._drop(request_id, EngineDead("the engine is shutting down"))
         self._dead = self._dead or "it was shut down"

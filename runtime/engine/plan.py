@@ -3,6 +3,7 @@
 A configuration that cannot work is refused here, with the sentence that says what to change.
 """
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,12 @@ from coterie.attention.models.checkpoint import model_hash, open_weights
 from coterie.attention.models.config import ModelConfig
 from coterie.errors import ConfigError
 from coterie.runtime.cluster.layout import Layout, resolve_layout
-from coterie.runtime.config import EngineConfig
-from coterie.runtime.model_store import resolve_model
+from coterie.runtime.config import EngineConfig, ModelArgs
+from coterie.runtime.model_store import DEMO_MODELS, resolve_model
 from coterie.runtime.spec import RankSpec
-from coterie.runtime.tokenizer import Tokenizer
+from coterie.runtime.tokenizer import Tokenizer, check_folder, has_tokenizer
+
+_log = logging.getLogger("coterie.engine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,8 @@ class DeploymentPlan:
     layout: Layout
     max_model_len: int
     served_model_name: str
+    tokenizer_dir: Path | None
+    """None: token ids only."""
 
     def specs(self, deployment: str, runtime_dir: Path, token: bytes) -> list[RankSpec]:
         """One spec per seat."""
@@ -57,9 +62,9 @@ def make_plan(config: EngineConfig) -> DeploymentPlan:
     """Check configuration, model files and layout.
 
     Raises:
-        ConfigError: flags, config.json or weights do not work.
+        ConfigError: flags, config.json, weights or tokenizer do not work.
 
-    Blocks: reads the checkpoint's headers.
+    Blocks: reads the checkpoint's headers and the tokenizer's files.
     """
     args = config.model
     model_dir = resolve_model(args.model)
@@ -72,6 +77,9 @@ def make_plan(config: EngineConfig) -> DeploymentPlan:
         model_config.check_max_model_len(args.max_model_len)
         max_model_len = args.max_model_len
     open_weights(model_dir, model_config, args.load_format, args.seed).validate(model_config)
+    tokenizer_dir = find_tokenizer(args, model_dir)
+    if tokenizer_dir is not None:
+        check_folder(tokenizer_dir)
     return DeploymentPlan(
         config=config,
         model_dir=model_dir,
@@ -80,21 +88,44 @@ def make_plan(config: EngineConfig) -> DeploymentPlan:
         layout=layout,
         max_model_len=max_model_len,
         served_model_name=args.served_model_name or Path(args.model).name or str(model_dir),
+        tokenizer_dir=tokenizer_dir,
     )
 
 
+def find_tokenizer(args: ModelArgs, model_dir: Path) -> Path | None:
+    """The tokenizer's folder, named as a model is; it need not hold a config.json.
+
+    Returns:
+        None when token ids only are served: asked for, or dummy weights without a tokenizer.
+
+    Raises:
+        ConfigError: a demo model that is not there.
+    """
+    if args.skip_tokenizer_init:
+        return None
+    if args.tokenizer is not None:
+        folder = Path(args.tokenizer).expanduser()
+        if not folder.is_dir() and args.tokenizer in DEMO_MODELS:
+            return resolve_model(args.tokenizer)
+        return folder
+    if args.load_format == "dummy" and not has_tokenizer(model_dir):
+        return None
+    return model_dir
+
+
 def load_tokenizer(plan: DeploymentPlan) -> Tokenizer | None:
-    """The tokenizer the configuration names, or None with --skip-tokenizer-init.
+    """The tokenizer of the plan, or None when token ids only are served.
 
     Raises:
         ConfigError: it cannot be read.
 
     Blocks: seconds, for imports.
     """
-    args = plan.config.model
-    if args.skip_tokenizer_init:
-        return None
-    return Tokenizer.load(args.tokenizer or plan.model_dir)
+    if plan.tokenizer_dir is not None:
+        return Tokenizer.load(plan.tokenizer_dir)
+    if not plan.config.model.skip_tokenizer_init:
+        _log.warning("%s has no tokenizer: only token ids are served", plan.model_dir)
+    return None
 
 
 def num_cpus() -> int:

@@ -3,7 +3,8 @@
 from typing import Any
 
 from coterie.runtime.cluster.layout import Layout
-from coterie.runtime.cluster.supervisor import Seat, Supervisor
+from coterie.runtime.cluster.seat import Seat
+from coterie.runtime.cluster.supervisor import Supervisor
 
 DEAD = "dead"
 

@@ -5,6 +5,7 @@ does. Ctrl-C is for the engine, which then stops its ranks.
 """
 
 import logging
+import os
 import signal
 import sys
 
@@ -21,12 +22,14 @@ def main() -> None:
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    reply = os.dup(1)
+    os.dup2(2, 1)  # what a library prints belongs to the log; nobody reads the pipe any more
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=RankSpec)
     rank = Rank(spec)
     signal.signal(signal.SIGTERM, lambda *_: rank.stop())
     address = rank.start()
-    sys.stdout.buffer.write(msgspec.json.encode(address) + b"\n")
-    sys.stdout.buffer.flush()
+    with open(reply, "wb") as pipe:
+        pipe.write(msgspec.json.encode(address) + b"\n")
     while not rank.wait(_WAIT_S):
         pass
 

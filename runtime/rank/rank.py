@@ -44,6 +44,7 @@ from coterie.runtime.messages import (
 from coterie.runtime.rank.engine_link import EngineLink, EngineMessage
 from coterie.runtime.rank.epoch import make_transport
 from coterie.runtime.rank.heartbeat import HeartbeatThread, Vitals
+from coterie.runtime.rank.hold import hold
 from coterie.runtime.rank.model_runner import LocalModel
 from coterie.runtime.rank.peers import Listener, anyone_listens, connect_peers
 from coterie.runtime.rank.status import rank_status
@@ -55,8 +56,8 @@ IDLE_S = 0.5
 """Longest sleep of the main loop."""
 BACKLOG_IDLE_S = 0.02
 """The same while the engine has not read everything."""
-FIRST_ATTACH_GRACES = 6
-"""Orphan graces a new rank waits for its first engine, which attaches once all ranks listen."""
+FIRST_ATTACH_S = 60.0
+"""What a new rank waits at least for its first engine, which attaches once all ranks listen."""
 _log = logging.getLogger("coterie.rank")
 
 
@@ -69,6 +70,8 @@ class Rank:
         """
         self.spec = spec
         self._exit_process = exit_process
+        self._parent = os.getppid()
+        self._hold = -1
         self._vitals = Vitals(seat=spec.seat)
         self._listener = Listener(spec)
         self._heartbeat = HeartbeatThread(self._vitals)
@@ -92,6 +95,7 @@ class Rank:
         Raises:
             ConfigError: the socket's path is too long.
         """
+        self._hold = hold(self.spec.runtime_dir)
         self._listener.start()
         self._heartbeat.start()
         self._alone_since = time.monotonic()
@@ -151,6 +155,7 @@ class Rank:
             self._transport.close()
         self._heartbeat.close()
         self._listener.close()
+        os.close(self._hold)
 
     def _turn(self) -> None:
         """One turn of the main loop: messages, then a step, or rest."""
@@ -237,8 +242,9 @@ class Rank:
             self._alone_since = now
             return False
         grace_s = self.spec.config.timeouts.orphan_grace_s
-        if self._link is None:
-            grace_s *= FIRST_ATTACH_GRACES
+        # The launcher that started it may take until the start deadline, if it lives.
+        if self._link is None and os.getppid() == self._parent:
+            grace_s = max(grace_s, FIRST_ATTACH_S, self.spec.config.timeouts.start_s)
         if now - self._alone_since < grace_s:
             return False
         _log.warning("seat %d: no engine for %.1f s, ending", self.spec.seat, grace_s)

@@ -39,6 +39,7 @@ def load(
         attention_seats=spec.attention_seats,
         transport=transport,
         experts=model.experts,
+        kernels=model.kernels,
         moe=model.config.moe,
         dtype=model.dtype,
         fault_s=spec.config.timeouts.fault_s,

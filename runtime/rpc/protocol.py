@@ -88,36 +88,30 @@ class RpcCredit(Message, tag=102):
 TO_SERVER = RpcOpen | RpcCall | RpcCancel | RpcCredit
 TO_CLIENT = RpcReply | RpcChunk | RpcEnd
 
-_STATUS_OF: tuple[tuple[type[Exception], Status], ...] = (
-    (errors.InvalidRequest, Status.INVALID_ARGUMENT),
-    (errors.NotFound, Status.NOT_FOUND),
-    (errors.QueueFull, Status.RESOURCE_EXHAUSTED),
-    (errors.DeadlineExceeded, Status.DEADLINE_EXCEEDED),
-    (TimeoutError, Status.DEADLINE_EXCEEDED),
-    (errors.Cancelled, Status.CANCELLED),
-    (errors.ConfigError, Status.INVALID_ARGUMENT),
-    (errors.ProtocolError, Status.INVALID_ARGUMENT),
-    (errors.HandshakeError, Status.UNAUTHENTICATED),
-    (errors.RuntimeFailure, Status.UNAVAILABLE),
-)
-
 
 def end_of(call_id: int, error: BaseException) -> RpcEnd:
     """The end frame for an exception; says nothing of exceptions that are not ours."""
-    for kind, status in _STATUS_OF:
-        if isinstance(error, kind):
-            return RpcEnd(
-                call_id=call_id,
-                status=status,
-                detail=str(error) or "the deadline passed",
-                retry_after_s=getattr(error, "retry_after_s", None),
-                param=getattr(error, "param", None),
-            )
-    return RpcEnd(call_id=call_id, status=Status.INTERNAL, detail="internal error")
+    if isinstance(error, TimeoutError):
+        error = errors.DeadlineExceeded(str(error) or "the deadline passed")
+    if not isinstance(error, errors.CoterieError) or error.status == Status.INTERNAL:
+        return RpcEnd(call_id=call_id, status=Status.INTERNAL, detail="internal error")
+    return RpcEnd(
+        call_id=call_id,
+        status=Status(error.status),
+        detail=str(error),
+        retry_after_s=getattr(error, "retry_after_s", None),
+        param=getattr(error, "param", None),
+    )
 
 
 def error_of(end: RpcEnd) -> errors.CoterieError:
-    """The exception a caller sees for an end that is not OK."""
+    """The exception a caller sees for an end that is not OK; its ``status`` is the end's."""
+    error = _error_of(end)
+    error.status = end.status.value
+    return error
+
+
+def _error_of(end: RpcEnd) -> errors.CoterieError:
     match end.status:
         case Status.INVALID_ARGUMENT:
             return errors.InvalidRequest(end.detail, end.param)

@@ -22,7 +22,13 @@
 
 
 class CoterieError(Exception):
-    """Root of all errors raised by Coterie."""
+    """Root of all errors raised by Coterie.
+
+    Attributes:
+        status: gRPC's name of what happened; on the wire of the RPC and for its callers.
+    """
+
+    status: str = "INTERNAL"
 
 
 class RequestError(CoterieError):
@@ -34,15 +40,20 @@ class InvalidRequest(RequestError, ValueError):
 
     Attributes:
         param: name of the offending field, or None.
+        code: OpenAI's code of the fault, or None.
     """
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    status = "INVALID_ARGUMENT"
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.param = param
+        self.param, self.code = param, code
 
 
 class NotFound(RequestError):
     """The named model, method or request does not exist."""
+
+    status = "NOT_FOUND"
 
 
 class QueueFull(RequestError):
@@ -52,6 +63,8 @@ class QueueFull(RequestError):
         retry_after_s: when trying again makes sense, seconds.
     """
 
+    status = "RESOURCE_EXHAUSTED"
+
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
@@ -60,13 +73,19 @@ class QueueFull(RequestError):
 class DeadlineExceeded(RequestError):
     """The deadline of this request or call passed."""
 
+    status = "DEADLINE_EXCEEDED"
+
 
 class Cancelled(RequestError):
     """The request was aborted."""
 
+    status = "CANCELLED"
+
 
 class ConfigError(CoterieError, ValueError):
     """The configuration cannot work; the message says what to change."""
+
+    status = "INVALID_ARGUMENT"
 
 
 class ModelError(ConfigError):
@@ -79,6 +98,8 @@ class CheckpointError(ConfigError):
 
 class RuntimeFailure(CoterieError):
     """A part of the deployment failed."""
+
+    status = "UNAVAILABLE"
 
 
 class RankDied(RuntimeFailure):
@@ -104,6 +125,10 @@ class PlacementError(RuntimeFailure):
 class HandshakeError(RuntimeFailure):
     """Two ends of a connection do not belong together."""
 
+    status = "UNAUTHENTICATED"
+
 
 class ProtocolError(RuntimeFailure):
     """A frame does not follow the schema, or is too large."""
+
+    status = "INVALID_ARGUMENT"

@@ -1,9 +1,11 @@
 """Commands end to end: generate and serve as processes, chat, status and bench against a server."""
 
 import argparse
+import io
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,9 +18,13 @@ from typing import Any
 import httpx
 import pytest
 
+from coterie.errors import ConfigError
+from coterie.runtime import model_store
 from coterie.runtime.api import cli, cli_chat
 from coterie.runtime.bench import report, workload
 from coterie.runtime.bench.load import Record
+from coterie.runtime.engine.plan import make_plan
+from coterie.runtime.engine_args import engine_config_from_flags
 
 COTERIE = [sys.executable, "-m", "coterie.runtime.api.cli"]
 TINY = ["--max-model-len", "128", "--num-kv-blocks", "64", "--kernels", "torch"]
@@ -108,6 +114,147 @@ def _alive(pid: int) -> bool:
     return True
 
 
+def test_generate_checks_ids_before_loading(
+    tiny_model_dir: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = str(tiny_model_dir("mixtral"))
+    for flags, says in (
+        (["--prompt-token-ids=-1,2"], "--prompt-token-ids must be between 0 and 260, got -1"),
+        (["--prompt-token-ids", "1,261"], "--prompt-token-ids must be between 0 and 260, got 261"),
+        (["--prompt", "x", "--stop-token-ids", "300"], "stop_token_ids must be between 0 and 260"),
+    ):
+        assert cli.main(["generate", model, *ONE_RANK, *flags]) == 2
+        out, err = capfd.readouterr()
+        assert out == ""
+        assert [line.startswith("coterie: error: ") for line in err.splitlines()] == [True]
+        assert says in err
+
+
+def test_dummy_weights_need_config_json_alone(
+    tiny_model_dir: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = (tiny_model_dir("mixtral") / "config.json").read_bytes()
+    (tmp_path / "config.json").write_bytes(config)
+    command = ["generate", str(tmp_path), *ONE_RANK, "--load-format", "dummy", "--json"]
+    command += ["--max-tokens", "3", "--ignore-eos"]
+    assert cli.main([*command, "--prompt-token-ids", "1,2,3"]) == 0
+    out, err = capfd.readouterr()
+    assert len(json.loads(out)["token_ids"]) == 3
+    assert err.count("only token ids are served") <= 1, "0 where a test run configures logging"
+    chat = ["chat", str(tmp_path), *ONE_RANK, "--load-format", "dummy"]
+    stop = [*command, "--prompt-token-ids", "1", "--stop", "x"]
+    for refused in ([*command, "--prompt", "x"], stop, chat):
+        assert cli.main(refused) == 2
+        out, err = capfd.readouterr()
+        assert (out, len(err.splitlines())) == ("", 1), "before anything is loaded"
+        assert "tokenizer" in err
+
+
+@pytest.mark.parametrize("fault", ["none", "broken", "settings", "folder"])
+def test_a_tokenizer_that_cannot_work_is_found_before_ranks_start(
+    tiny_model_dir: Callable[..., Path],
+    write_byte_tokenizer: Callable[..., Path],
+    tmp_path: Path,
+    fault: str,
+) -> None:
+    if fault != "none":
+        write_byte_tokenizer(tmp_path)
+    if fault == "broken":
+        (tmp_path / "tokenizer.json").write_text('{"model": ')
+    if fault == "settings":
+        (tmp_path / "tokenizer_config.json").write_text("[]")
+    folder = tmp_path / "nowhere" if fault == "folder" else tmp_path
+    config = engine_config_from_flags(model=tiny_model_dir("mixtral"), tokenizer=str(folder))
+    with pytest.raises(ConfigError, match=re.escape(str(folder))):
+        make_plan(config)
+
+
+def test_a_tokenizer_goes_by_a_pulled_name(
+    tiny_model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = tiny_model_dir("mixtral")
+    config = engine_config_from_flags(model=model, tokenizer="smollm2-moe")
+    with pytest.raises(ConfigError, match="coterie pull"):
+        make_plan(config)
+    root = model_store.cache_dir()
+    root.mkdir(parents=True)
+    with model_store.replaced_folder(root, "smollm2-moe") as made:
+        shutil.copytree(model, made, dirs_exist_ok=True)
+    assert make_plan(config).tokenizer_dir == root / "smollm2-moe"
+
+
+def test_chat_without_a_server_starts_an_engine(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        monkeypatch.setattr(cli_chat, "DEFAULT_URL", url)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+        own = argparse.Namespace(started=0)
+
+        async def start(*_: Any) -> None:
+            own.started += 1
+
+        monkeypatch.setattr(cli_chat, "_ask_own_engine", start)
+        assert cli.main(["chat"]) == 0
+        assert own.started == 1
+        out, err = capfd.readouterr()
+        assert out == ""
+        assert url in err
+        assert "engine of its own" in err
+        # Named, or with its key: then it is that server or nothing.
+        for place in (["--url", url], ["--api-key", "k"], ["--rpc", url.removeprefix("http://")]):
+            assert cli.main(["chat", *place]) == 1
+            out, err = capfd.readouterr()
+            assert (out, own.started) == ("", 1)
+            assert err.startswith("coterie: error: ")
+        assert cli.main(["chat", "--max-num-seqs", "4"]) == 0
+        assert own.started == 2
+
+
+def test_chat_failing_at_a_line_leaves_stdout_clean(
+    scripted_server: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert cli.main(["chat", "--url", scripted_server.url, "--max-tokens", "99999"]) == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 5000 + "\n"))
+    capfd.readouterr()
+    assert cli.main(["chat", "--url", f"{scripted_server.url}/v1"]) == 1
+    assert capfd.readouterr().out == ""
+
+
+def test_serve_says_why_the_engine_died(
+    tiny_model_dir: Callable[..., Path], until: Callable[..., None]
+) -> None:
+    command = [
+        *(*COTERIE, "serve", str(tiny_model_dir("mixtral")), *ONE_RANK),
+        *("--port", "0", "--rpc-port", "0", "--shutdown-timeout-s", "5"),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
+        watchdog = threading.Timer(100, p.kill)
+        watchdog.start()
+        try:
+            assert p.stdout is not None
+            ready = p.stdout.readline()
+            assert ready.startswith("Coterie is ready: "), p.stderr and p.stderr.read()
+            url = re.search(r"http://\S+", ready)[0]  # type: ignore[index]
+            os.kill(
+                httpx.get(f"{url}/status", timeout=20).json()["ranks"][0]["pid"], signal.SIGKILL
+            )
+            _, err = p.communicate(timeout=60)
+        finally:
+            watchdog.cancel()
+            p.kill()
+    last = err.strip().splitlines()[-1]
+    assert p.returncode == 1
+    assert last.startswith("coterie: error: engine died: "), err
+    assert "rank 0" in last
+    assert "Ctrl-C" not in err
+    assert "Traceback" not in err
+
+
 def test_status(scripted_server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["status", "--url", scripted_server.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ranks"][0]["seat"] == 0
@@ -162,7 +309,10 @@ def test_bench_against_a_url(
         *("--request-rate", "200"),
     ]
     assert cli.main(command) == 0
-    assert "output tok/s" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "output tok/s" in out
+    for suffix in (".json", ".png"):
+        assert f"wrote {base}{suffix}" in err
     body = json.loads(base.with_suffix(".json").read_text())
     assert [level["concurrency"] for level in body["levels"]] == [1, 3]
     for level in body["levels"]:

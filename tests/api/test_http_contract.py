@@ -1,13 +1,20 @@
 """The HTTP contract over a scripted engine: bodies, errors, streams, disconnects, operations."""
 
 import json
+import logging
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
+
+from coterie.router.counters import RouterCounters
+from coterie.runtime.metrics import HELP
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +143,18 @@ def test_chat_stream_order(http: httpx.Client) -> None:
         assert len(own) == 5
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_usage_so_far_on_every_chunk(http: httpx.Client, path: str) -> None:
+    body: dict[str, Any] = {"prompt": "x"} if path == "completions" else CHAT
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    more = {"max_tokens": 3, "stream": True, "stream_options": options}
+    chunks = events(http.post(f"/v1/{path}", json=body | more))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 3
+    assert all(chunk["usage"]["prompt_tokens"] > 0 for chunk in chunks)
+
+
 def test_stop_string_stream_and_whole(sdk: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": "scripted", "prompt": "one two ", "max_tokens": 64}
     whole = sdk.completions.create(**options, stop=["two o", "zzz"])
@@ -152,88 +171,6 @@ def test_return_token_ids(http: httpx.Client) -> None:
     body = {"prompt": "ab", "max_tokens": 2, "return_token_ids": True}
     choice = http.post("/v1/completions", json=body).json()["choices"][0]
     assert (choice["prompt_token_ids"], choice["token_ids"]) == ([97, 98], [97, 98])
-
-
-CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-
-
-@pytest.mark.parametrize(
-    ("path", "change", "param"),
-    [
-        ("completions", {"prompt": 5}, "prompt"),
-        ("completions", {"prompt": []}, "prompt"),
-        ("completions", {"prompt": [[1], []]}, "prompt"),
-        ("completions", {"prompt": [1, -1]}, None),
-        ("completions", {"max_tokens": "16"}, "max_tokens"),
-        ("completions", {"max_tokens": 0}, "max_tokens"),
-        ("completions", {"temperature": "hot"}, "temperature"),
-        ("completions", {"temperature": -1}, "temperature"),
-        ("completions", {"top_p": 0}, "top_p"),
-        ("completions", {"n": 0}, "n"),
-        ("completions", {"logprobs": 21}, "logprobs"),
-        ("completions", {"logprobs": 1, "echo": True}, "echo"),
-        ("completions", {"suffix": "x"}, "suffix"),
-        ("completions", {"best_of": 2}, "best_of"),
-        ("completions", {"logit_bias": {"a": 1}}, "logit_bias"),
-        ("completions", {"logit_bias": {"1": 101}}, "logit_bias"),
-        ("completions", {"logit_bias": {"999999": 1}}, "logit_bias"),
-        ("completions", {"stop": [""]}, "stop"),
-        ("completions", {"stream": "yes"}, "stream"),
-        ("completions", {"stream_options": {"include_usage": True}}, "stream_options"),
-        ("completions", {"deadline_s": 0}, "deadline_s"),
-        ("chat/completions", {"messages": []}, "messages"),
-        ("chat/completions", {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
-        ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content",
-        ),
-        ("chat/completions", {"tools": [{"type": "function"}]}, "tools"),
-        ("chat/completions", {"tool_choice": "required"}, "tool_choice"),
-        ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
-        ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
-        ("chat/completions", {"chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs"),
-    ],
-)
-def test_bad_requests(http: httpx.Client, path: str, change: dict[str, Any], param: Any) -> None:
-    body = ({"prompt": "x"} if path == "completions" else CHAT) | change
-    reply = http.post(f"/v1/{path}", json=body)
-    assert reply.status_code == 400, reply.text
-    error = reply.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert error["type"] == "invalid_request_error"
-    if param is not None:
-        assert error["param"] == param
-
-
-def test_harmless_extras_are_accepted(http: httpx.Client) -> None:
-    body = CHAT | {
-        "unknown": {"a": 1},
-        "tools": [{"type": "function"}],
-        "tool_choice": "none",
-        "response_format": {"type": "text"},
-        "temperature": None,
-        "user": "me",
-    }
-    assert http.post("/v1/chat/completions", json=body).status_code == 200
-    assert http.post("/v1/completions", json={"prompt": "x", "best_of": 1}).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("content", "media_type"),
-    [
-        (b"{", "application/json"),
-        (b"[]", "application/json"),
-        (b"\xff\xfe", "application/json"),
-        (b'{"prompt": "x"}', "text/plain"),
-        (b"prompt=x", "application/x-www-form-urlencoded"),
-    ],
-)
-def test_bodies_that_are_not_json(http: httpx.Client, content: bytes, media_type: str) -> None:
-    reply = http.post("/v1/completions", content=content, headers={"content-type": media_type})
-    assert reply.status_code == 400
-    assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_statuses_of_errors(http: httpx.Client, sdk: openai.OpenAI) -> None:
@@ -290,6 +227,31 @@ def test_disconnect_aborts(scripted_server: Any, stream: bool, prompt: Any) -> N
     assert len(engine.aborted) == before + count
 
 
+def test_a_client_that_leaves_while_sending_is_silent(
+    http: httpx.Client, scripted_server: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n"
+    gone = threading.Event()
+
+    class Watch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "left while sending" in record.getMessage():
+                gone.set()
+
+    watch, log = Watch(), logging.getLogger("coterie.runtime.api.http")
+    log.addHandler(watch)
+    try:
+        with caplog.at_level(logging.DEBUG):
+            address = ("127.0.0.1", scripted_server.http_port)
+            with socket.create_connection(address, 10) as sock:
+                sock.sendall(head.encode() + b'Content-Type: application/json\r\n\r\n{"prompt')
+            assert gone.wait(10)
+            assert http.get("/health/live").status_code == 200
+    finally:
+        log.removeHandler(watch)
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING or r.exc_info] == []
+
+
 def wait_for_open(engine: Any, count: int) -> None:
     with engine.changed:
         assert engine.changed.wait_for(lambda: len(engine.open) == count, 10)
@@ -319,11 +281,17 @@ def test_operations(http: httpx.Client, scripted_server: Any) -> None:
         scripted_server.engine.live = True
     scripted_server.frontend.draining = True
     try:
-        assert http.get("/health/ready").status_code == 503
+        for path in ("/health/ready", "/health", "/ping"):
+            assert http.get(path).status_code == 503
+            assert http.get(path).json()["ready"] is False
         assert http.get("/health/live").status_code == 200
         assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
     finally:
         scripted_server.frontend.draining = False
+
+
+def test_router_counters_are_described() -> None:
+    assert set(RouterCounters().as_dict()) <= set(HELP)
 
 
 def test_metrics(http: httpx.Client) -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -106,7 +107,19 @@ def test_seeded_n_and_logprobs(sdk: openai.OpenAI) -> None:
 def test_errors_of_the_engine(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as too_long:
         sdk.completions.create(model=MODEL, prompt="x" * 300)
-    assert "256" in str(too_long.value)
+    assert "maximum context length is 256 tokens" in str(too_long.value)
+    assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "prompt")
+    for call in (
+        lambda: sdk.completions.create(model=MODEL, prompt="x", max_tokens=256),
+        lambda: sdk.chat.completions.create(model=MODEL, messages=USER, max_tokens=256),
+        lambda: sdk.chat.completions.create(model=MODEL, messages=USER, max_completion_tokens=999),
+    ):
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 256") as cut:
+            call()
+        assert (cut.value.code, cut.value.param) == ("context_length_exceeded", "max_tokens")
+    fits = sdk.completions.create(model=MODEL, prompt="x" * 250, extra_body={"ignore_eos": True})
+    assert fits.usage is not None
+    assert fits.usage.total_tokens == 256, "the default gives way to the prompt"
     with pytest.raises(openai.BadRequestError):
         sdk.completions.create(model=MODEL, prompt=[100_000])
     with pytest.raises(openai.NotFoundError):
@@ -156,6 +169,16 @@ async def test_many_at_once(server: Any) -> None:
             *(client.completions.create(**options, prompt=f"prompt {i}") for i in range(24))
         )
     assert answers[3].choices[0].text == alone.choices[0].text
+
+
+def test_every_metric_is_described(server: Any, sdk: openai.OpenAI) -> None:
+    sdk.completions.create(model=MODEL, prompt=PROMPT, max_tokens=2)
+    text = httpx.get(f"{server.url}/metrics", timeout=20).text
+    assert "_created" not in text
+    helps = [line.split(" ", 3) for line in text.splitlines() if line.startswith("# HELP ")]
+    bare = [name for _, _, name, said in helps if not (said.endswith(".") and " " in said)]
+    assert len(helps) > 30
+    assert bare == []
 
 
 def test_rpc_and_http_agree(sdk: openai.OpenAI, server: Any) -> None:

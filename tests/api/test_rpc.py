@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from coterie.errors import (
+    CoterieError,
     DeadlineExceeded,
     EngineDead,
     HandshakeError,
@@ -92,6 +93,7 @@ async def test_errors(client: AsyncClient) -> None:
     with pytest.raises(InvalidRequest, match="temperature") as invalid:
         await client.generate("x", temperature=-1)
     assert invalid.value.param == "temperature"
+    assert (full.value.status, invalid.value.status) == ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT")
     with pytest.raises(InvalidRequest, match="no field 'heat'"):
         await client.generate("x", heat=1)
     with pytest.raises(InvalidRequest):
@@ -102,10 +104,12 @@ async def test_errors(client: AsyncClient) -> None:
         )
     with pytest.raises(InvalidRequest):
         await client.detokenize([-1])
-    with pytest.raises(EngineDead):
+    with pytest.raises(EngineDead) as dead:
         await client.generate("dead")
-    with pytest.raises(DeadlineExceeded):
+    assert dead.value.status == "UNAVAILABLE"
+    with pytest.raises(DeadlineExceeded) as late:
         await client.generate("late")
+    assert late.value.status == "DEADLINE_EXCEEDED"
 
 
 async def test_deadline_ends_the_call(client: AsyncClient, scripted_server: Any) -> None:
@@ -163,8 +167,9 @@ async def test_a_slow_reader_stops_its_own_stream(
 
 
 async def test_unknown_method_and_payload(connection: RpcConnection) -> None:
-    with pytest.raises(NotFound, match="coterie.Generate"):
+    with pytest.raises(NotFound, match="coterie.Generate") as unknown:
         await connection.unary("coterie.Fly", Nothing(), Nothing, 5)
+    assert unknown.value.status == "UNIMPLEMENTED"
     with pytest.raises(InvalidRequest, match="malformed"):
         await connection.unary("coterie.Tokenize", {"text": 5}, Nothing, 5)
     assert not connection.closed
@@ -193,8 +198,38 @@ async def test_nobody_listens() -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         async with AsyncClient(port=sock.getsockname()[1]) as client:
-            with pytest.raises(EngineDead, match="no Coterie RPC server"):
+            with pytest.raises(EngineDead, match="no Coterie RPC server") as caught:
                 await client.health()
+    assert caught.value.status == "UNAVAILABLE"
+
+
+def test_every_error_has_a_status_of_the_wire() -> None:
+    def kinds(kind: type[CoterieError]) -> list[type[CoterieError]]:
+        return [kind, *(more for below in kind.__subclasses__() for more in kinds(below))]
+
+    for kind in kinds(CoterieError):
+        assert protocol.Status(kind.status) is not protocol.Status.OK, kind
+    for status in set(protocol.Status) - {protocol.Status.OK}:
+        assert protocol.error_of(protocol.RpcEnd(1, status, "x")).status == status.value
+    assert protocol.end_of(1, TimeoutError()).status is protocol.Status.DEADLINE_EXCEEDED
+    assert protocol.end_of(1, KeyError("secret")).detail == "internal error"
+
+
+def test_a_client_that_is_never_closed_ends_quietly(scripted_server: Any) -> None:
+    code = (
+        "import coterie, threading\n"
+        f"make = lambda: coterie.Client(port={scripted_server.rpc_port}, timeout_s=20)\n"
+        "client, other = make(), make()\n"
+        "print(client.generate('ab', max_tokens=3).text)\n"
+        "stream = client.generate('hang', stream=True)\n"
+        "next(stream)\n"
+        "print(other.health()['live'])\n"
+        "del other\n"
+        "print([t.name for t in threading.enumerate()].count('coterie-client'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.stdout, done.stderr, done.returncode) == ("aba\nTrue\n1\n", "", 0)
+    scripted_server.engine.wait_idle()
 
 
 def raw(port: int, *frames: bytes) -> protocol.RpcEnd | None:
@@ -252,8 +287,9 @@ async def test_api_key(
     with server_over(make, api_key="secret", limits=RpcLimits(max_calls=2)) as server:
         for key in (None, "wrong"):
             async with AsyncClient(port=server.rpc_port, api_key=key) as client:
-                with pytest.raises(HandshakeError, match="API key"):
+                with pytest.raises(HandshakeError, match="API key") as caught:
                     await client.health()
+                assert caught.value.status == "UNAUTHENTICATED"
         async with AsyncClient(port=server.rpc_port, api_key="secret") as client:
             assert (await client.health())["live"]
             hanging = [await client.generate("hang", stream=True) for _ in range(2)]

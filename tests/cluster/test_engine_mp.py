@@ -144,7 +144,7 @@ async def test_what_can_never_run_is_refused_at_once(engine: AsyncEngine) -> Non
     for request, words in (
         (_request("r", [1] * 256), "KV cache of a rank holds 256 tokens"),
         (_request("r", [1] * 600), "maximum context length is 512 tokens"),
-        (_request("r", [1, 999]), "below the vocabulary size"),
+        (_request("r", [1, 999]), "must be between 0 and 260, got 999"),
         (_request("r", []), "no tokens"),
         (_request("r", temperature=-1.0), "temperature must be"),
         (GenerateRequest(request_id="r"), "give a prompt"),

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -12,7 +13,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from coterie.errors import PlacementError
+from coterie.errors import EngineDead, PlacementError
 from coterie.runtime.cluster.ray_head import RayHead, authentication, end_session
 from coterie.runtime.engine.engine import AsyncEngine
 from coterie.runtime.engine_args import engine_config_from_flags
@@ -79,6 +80,41 @@ async def test_ranks_are_actors_of_an_own_ray(engine: AsyncEngine) -> None:
     assert "ray" not in sys.modules
 
 
+async def test_nothing_listens_beyond_this_host(engine: AsyncEngine) -> None:
+    listening = [
+        (process.name(), connection.laddr.ip)
+        for process in [psutil.Process(), *_tree(os.getpid())]
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert len(listening) > 2  # Ray's own
+    assert {ip.removeprefix("::ffff:") for _, ip in listening} == {"127.0.0.1"}, listening
+
+
+async def test_a_dead_actor_is_named_with_its_log(
+    tiny_model_dir: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = engine_config_from_flags(
+        model=tiny_model_dir("llama"), data_parallel_size=1, num_kv_blocks=64
+    )
+    engine = await AsyncEngine.start(config)
+    try:
+        (rank,) = (await engine.status())["ranks"]
+        # An abort that leaves its reason in the log, as a failed assertion in native code does.
+        os.kill(rank["pid"], signal.SIGABRT)
+        async with asyncio.timeout(WAIT_S):
+            while engine.health()["live"]:
+                await asyncio.sleep(0.05)
+        with pytest.raises(EngineDead, match="rank 0 died: "):
+            await _greedy(engine, [1])
+    finally:
+        await engine.shutdown(5.0)
+    text = caplog.text
+    assert f"lost rank 0 (pid {rank['pid']}, step 0, epoch 1): rank 0 died: actor died" in text
+    assert "its log ends:" in text
+    assert "Fatal Python error: Aborted" in text or "SIGABRT" in text
+
+
 async def test_a_second_deployment_and_its_violent_end(
     engine: AsyncEngine, tiny_model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -131,7 +167,7 @@ async def test_a_foreign_cluster_is_used_and_left_alone(
     for name, value in authentication(folder).items():
         monkeypatch.setenv(name, value)
     # A session of its own for the head, as a cluster of others has.
-    head = RayHead(folder / "ray", num_cpus=1, new_session=True)
+    head = RayHead(folder / "ray", num_cpus=1, new_session=True, loopback=False)
     try:
         head.start()
         address = await asyncio.to_thread(head.address)

@@ -109,6 +109,7 @@ class SingleRank:
             attention_seats=(0,),
             transport=LocalTransport(0),
             experts=experts,
+            kernels=kernels,
             moe=config.moe,
             dtype=self.dtype,
             fault_s=5.0,

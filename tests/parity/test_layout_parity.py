@@ -126,3 +126,13 @@ def test_gloo_transport_matches_transformers(
     family, overrides = MODELS["mixtral-3-experts"]
     model_dir = tiny_model_dir(family, **overrides)
     check(model_dir, LAYOUTS["1A+2E"] | {"transport": "gloo"}, expected(model_dir))
+
+
+def test_four_ranks_on_two_cores_match_transformers(
+    tiny_model_dir: Callable[..., Path],
+    expected: Callable[[Path], list[list[int]]],
+) -> None:
+    family, overrides = MODELS["granite"]
+    model_dir = tiny_model_dir(family, **overrides)
+    layout = {"attention_ranks": 2, "expert_ranks": 2, "disaggregate": True}
+    check(model_dir, layout, expected(model_dir))

@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from coterie.experts.config import MoEConfig
 from coterie.experts.grouped import GroupedExperts
 from coterie.experts.kernels.select import select_kernels
 from coterie.experts.placement import ExpertPlacement
+from coterie.experts.rows import RowBuffer, Rows
 from coterie.router.counters import RouterCounters
-from coterie.router.dispatcher import Rows
 from coterie.router.expert_server import ExpertServer
 from coterie.router.gate import TopKGate, TopKOutput
 from coterie.router.moe_layer import MoELayer
@@ -75,6 +75,20 @@ def rows(num_tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, to
     return torch.randn(num_tokens, HIDDEN, generator=g), ids, torch.rand(num_tokens, 2, generator=g)
 
 
+def parts(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return rows.hidden_states, rows.topk_ids, rows.topk_weights
+
+
+def post(
+    transport: Any, peer: int, layer: int, sent: Sequence[torch.Tensor], *, big: bool = False
+) -> int:
+    """Write rows to the reserved place and post them."""
+    count = len(sent[0])
+    for place, tensor in zip(parts(Rows(transport.reserve(peer, count), count)), sent, strict=True):
+        place.copy_(tensor)
+    return transport.post(peer, layer, count, big=big)
+
+
 def until(transport: Any, probe: Callable[[], Any]) -> Any:
     deadline = time.monotonic() + 5.0
     while (value := probe()) is None:
@@ -87,15 +101,14 @@ def test_round_and_reply(make_pair: MakePair) -> None:
     a, b = make_pair()
     for count in (1, 8, 3, 5):
         sent = rows(count, count)
-        sequence = a.post(1, count, *sent, big=count == 8)
+        sequence = post(a, 1, count, sent, big=count == 8)
         round = until(b, lambda: b.poll(0))
         assert b.poll(0) is round
         assert (round.header.layer, round.header.source) == (count, 0)
         assert (round.header.sequence, round.header.big) == (sequence, count == 8)
-        received = (round.hidden_states, round.topk_ids, round.topk_weights)
-        assert all(torch.equal(x, y) for x, y in zip(sent, received, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(sent, parts(round.rows), strict=True))
         assert a.poll_reply(1, sequence) is None
-        round.out.copy_(round.hidden_states * 2)
+        round.rows.out.copy_(round.rows.hidden_states * 2)
         b.reply(round)
         assert b.poll(0) is None
         assert torch.equal(until(a, lambda s=sequence: a.poll_reply(1, s)), sent[0] * 2)
@@ -105,7 +118,7 @@ def test_round_and_reply(make_pair: MakePair) -> None:
 def test_published_state_follows_rounds(make_pair: MakePair) -> None:
     a, b = make_pair()
     state = SeatState(epoch=3, step=9, layer=2, kind=StepKind.DECODE)
-    a.post(1, 1, *rows(2), big=False)
+    post(a, 1, 1, rows(2))
     a.publish(state)
     until(b, lambda: b.peer_state(0) == state or None)
     assert b.poll(0) is not None
@@ -120,9 +133,9 @@ def test_ends_that_differ_refuse(make_pair: MakePair, field: str, value: int) ->
 def test_old_rounds_are_dropped_and_newer_held(make_pair: MakePair) -> None:
     a, b = make_pair()
     a.epoch = 2
-    a.post(1, 0, *rows(1), big=False)
+    post(a, 1, 0, rows(1))
     a.epoch = 4
-    a.post(1, 5, *rows(2), big=False)
+    post(a, 1, 5, rows(2))
     until(b, lambda: (b.poll(0), b.num_stale or None)[1])
     assert b.num_stale == 1
     assert b.poll(0) is None
@@ -151,7 +164,7 @@ def test_no_wake_up_is_missed(make_pair: MakePair) -> None:
     thread.start()
     sent = rows(1)
     for _ in range(turns):
-        sequence = a.post(1, 0, *sent, big=False)
+        sequence = post(a, 1, 0, sent)
         block_until(a, lambda s=sequence: a.poll_reply(1, s))
         a.release(1, sequence)
     thread.join(10)
@@ -169,7 +182,7 @@ def test_block_sees_wake_fds(make_pair: MakePair) -> None:
 
 def test_death_is_reported_once(make_pair: MakePair) -> None:
     a, b = make_pair()
-    sequence = a.post(1, 0, *rows(1), big=False)
+    sequence = post(a, 1, 0, rows(1))
     b.close()
 
     def block_on() -> None:
@@ -183,7 +196,7 @@ def test_death_is_reported_once(make_pair: MakePair) -> None:
     with pytest.raises(RankDied):
         a.poll_reply(1, sequence)
     with pytest.raises(RankDied):
-        a.post(1, 0, *rows(1), big=False)
+        post(a, 1, 0, rows(1))
     a.close()
     a.close()
 
@@ -204,6 +217,7 @@ def make_router(transport: Any, seat: int, fault_s: float = 5.0) -> TokenRouter:
         attention_seats=(0, 1),
         transport=transport,
         experts=GroupedExperts(kernels, placement.physical_on(seat), 4, packed),
+        kernels=kernels,
         moe=MoEConfig(num_experts=4, top_k=2, hidden_size=HIDDEN, intermediate_size=4),
         dtype=torch.float32,
         fault_s=fault_s,
@@ -300,21 +314,22 @@ def test_merged_pass_is_bit_equal_to_lone_passes() -> None:
     def some(num_tokens: int) -> Rows:
         ids = torch.rand(num_tokens, 4, generator=g).topk(2).indices.to(torch.int32)
         hidden_states = torch.randn(num_tokens, 64, generator=g).bfloat16()
-        return Rows(hidden_states, ids, torch.rand(num_tokens, 2, generator=g))
+        weights = torch.rand(num_tokens, 2, generator=g)
+        out = torch.full((num_tokens, 64), float("nan"))  # a pass sets it
+        return Rows(RowBuffer(hidden_states, ids, weights, out), num_tokens)
 
     def answer(own: Rows | None, theirs: Rows) -> tuple[torch.Tensor | None, torch.Tensor]:
-        args = (theirs.hidden_states, theirs.topk_ids, theirs.topk_weights)
-        sequence = remote.post(0, 0, *args, big=False)
-        partial = server.run_pass(0, own, [until(home, lambda: home.poll(1))])
+        sequence = post(remote, 0, 0, parts(theirs))
+        server.run_pass(0, own, [until(home, lambda: home.poll(1))])
         reply = until(remote, lambda: remote.poll_reply(0, sequence)).clone()
         remote.release(0, sequence)
-        return partial, reply
+        return None if own is None else own.out.clone(), reply
 
     for mine, theirs in ((some(1), some(1)), (some(5), some(3)), (some(20), some(33))):
         merged = answer(mine, theirs)
-        lone = server.run_pass(0, mine, []), answer(None, theirs)[1]
-        assert torch.equal(merged[0], lone[0])
-        assert torch.equal(merged[1], lone[1])
+        server.run_pass(0, mine, [])
+        assert torch.equal(merged[0], mine.out)
+        assert torch.equal(merged[1], answer(None, theirs)[1])
     assert counters.merged_passes == 3
     home.close()
     remote.close()
@@ -332,6 +347,7 @@ def test_moe_layer_on_one_rank_equals_reference() -> None:
         attention_seats=(0,),
         transport=LocalTransport(0, max_rows=4),
         experts=GroupedExperts(kernels, range(4), 4, [kernels.pack_experts(w13, w2)]),
+        kernels=kernels,
         moe=moe,
         dtype=torch.float32,
         fault_s=1.0,
@@ -356,6 +372,7 @@ def test_router_of_a_dense_rank() -> None:
         attention_seats=(0,),
         transport=LocalTransport(0),
         experts=None,
+        kernels=select_kernels("torch"),
         moe=None,
         dtype=torch.float32,
         fault_s=1.0,

@@ -161,6 +161,7 @@ def make_router(
         attention_seats=attention,
         transport=link,
         experts=grouped,
+        kernels=kernels(),
         moe=moe,
         dtype=torch.float32,
         fault_s=fault_s,

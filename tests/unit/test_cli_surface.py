@@ -35,6 +35,8 @@ COMMANDS = {
     + " --output --output-len --prompts-file --request-rate --temperature --workload-seed",
     "pull": "--force --pip-flags",
     "status": "--api-key --json --url",
+    "plan": "--concurrency --context --device --devices --dtype --json --memory-utilization"
+    + " --nodes --num-parameters --reserve-gib --slo-tpot --slo-ttft",
 }
 
 
@@ -43,7 +45,7 @@ def parse(*argv: str) -> argparse.Namespace:
 
 
 def config(*argv: str) -> EngineConfig:
-    return engine_config_from_flags(**engine_flags(parse("serve", *argv), backend="ray"))
+    return engine_config_from_flags(**engine_flags(parse("serve", *argv)))
 
 
 def test_commands_and_flags_are_frozen() -> None:
@@ -59,9 +61,9 @@ def test_commands_and_flags_are_frozen() -> None:
 
 def test_defaults_are_those_of_the_configuration() -> None:
     assert config() == EngineConfig()
-    assert engine_flags(parse("bench"), backend="mp") == {"distributed_executor_backend": "mp"}
+    assert engine_flags(parse("bench")) == {"distributed_executor_backend": "mp"}
     args = parse("generate", "m", "--ray-address", "auto")
-    assert engine_flags(args, backend="mp")["distributed_executor_backend"] == "ray"
+    assert engine_flags(args)["distributed_executor_backend"] == "ray"
 
 
 def test_flags_reach_the_configuration() -> None:
@@ -148,6 +150,25 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
         (("chat", "--rpc", "nowhere"), 2, "HOST:PORT"),
         (("bench", "--concurrency", "1,a"), 2, "--concurrency"),
         (("bench", "--input-len", "0"), 2, "--input-len"),
+        (("bench", "--request-rate", "0"), 2, "--request-rate"),
+        (("bench", "--num-prompts", "-1"), 2, "--num-prompts"),
+        (("bench", "--temperature", "-1"), 2, "temperature"),
+        (("bench", "--prompts-file", "/nonexistent"), 2, "/nonexistent"),
+        (("bench", "--output", "/dev/null/x/y"), 2, "--output"),
+        (("bench", "--base-url", "http://x", "--max-num-seqs", "3"), 2, "--max-num-seqs"),
+        (("serve", "--port", "8123", "--rpc-port", "8123"), 2, "--rpc-port"),
+        (("generate", "m", "--prompt", ""), 2, "--prompt"),
+        (("generate", "m", "--prompt", "x", "--max-tokens", "0"), 2, "max_tokens"),
+        (("generate", "m", "--prompt", "x", "--temperature", "-1"), 2, "temperature"),
+        (("generate", "m", "--prompt", "x", "--stop", ""), 2, "stop"),
+        (("generate", "m", "--chat", "--prompt-token-ids", "1"), 2, "--chat"),
+        (("chat", "--temperature", "-1"), 2, "temperature"),
+        (("chat", "m", "--api-key", "k"), 2, "--api-key"),
+        (("chat", "--url", "http://x", "--max-num-seqs", "3"), 2, "--max-num-seqs"),
+        (("chat", "--rpc", "x:1", "--dtype", "float32"), 2, "--dtype"),
+        (("chat", "--url", "http://127.0.0.1:1"), 1, "http://127.0.0.1:1"),
+        (("chat", "--rpc", "127.0.0.1:1"), 1, "127.0.0.1:1"),
+        (("chat", "--url", "nonsense"), 1, "nonsense"),
         (("status", "--url", "http://127.0.0.1:1"), 1, "127.0.0.1:1"),
         (("status", "--url", "nonsense"), 1, "nonsense"),
         (("pull", "gpt-99"), 2, "smollm2-moe"),
@@ -172,6 +193,24 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str], argv: tuple[Any, ...])
     with pytest.raises(SystemExit) as caught:
         cli.main(argv)
     assert caught.value.code == 2
+    out, err = capsys.readouterr()
+    command = " ".join(["coterie", *(argv[:1] if argv[:1] == ("serve",) else ())])
+    error, hint = err.splitlines()
+    assert error.startswith(f"{command}: error: ")
+    assert (out, hint) == ("", f"See {command} --help.")
+
+
+@pytest.mark.parametrize(
+    ("command", "default"), [("serve", "ray"), ("generate", "mp"), ("chat", "mp"), ("bench", "mp")]
+)
+def test_help_names_the_launcher_of_the_command(
+    capsys: pytest.CaptureFixture[str], command: str, default: str
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"Ray actors or plain processes; default {default}" in text
+    assert engine_flags(parse(command))["distributed_executor_backend"] == default
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,7 @@
 """Linears, norms, gating and experts: numba against torch, and rows independent bit for bit."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from coterie.experts.kernels.base import Kernels
 from coterie.experts.kernels.numba_kernels import NumbaKernels
 from coterie.experts.kernels.select import select_kernels
 from coterie.experts.kernels.torch_kernels import TorchKernels
+from coterie.experts.rows import Partial, RowBuffer, Rows
 
 DTYPES = [torch.bfloat16, torch.float32]
 TORCH = TorchKernels()
@@ -162,11 +165,22 @@ def run_experts(
     ids: torch.Tensor,
     topk_weights: torch.Tensor,
     cuts: list[int],
+    bounds: Sequence[int] = (),
 ) -> torch.Tensor:
-    packed = kernels.pack_experts(*weights)
-    out = torch.ones(x.shape)
+    """Local expert n is called n + 7; ``bounds`` divide the rows into segments."""
+    num_local = len(weights[0])
+    packed, counts = kernels.pack_experts(*weights), torch.zeros(num_local, dtype=torch.int64)
+    physical = torch.where(ids >= 0, ids + 7, ids)
+    out = torch.full(x.shape, float("nan"))
+    ends = [0, *bounds, len(x)]
+    segments = [
+        Rows(RowBuffer(x[a:b], physical[a:b], topk_weights[a:b], out[a:b]), b - a)
+        for a, b in zip(ends, ends[1:], strict=False)
+    ]
+    names = torch.arange(7, 7 + num_local, dtype=torch.int32)
     for first, last in zip(cuts, cuts[1:], strict=False):
-        kernels.experts(x, ids, topk_weights, packed, out, first, last)
+        kernels.experts(segments, names, packed, first, last, counts)
+    assert counts.tolist() == [int((ids == n).sum()) for n in range(num_local)]
     return out
 
 
@@ -188,6 +202,10 @@ def test_experts(
     close(actual, run_experts(TORCH, weights, x, ids, topk_weights, [0, num_local]))
     pieces = run_experts(numba_kernels, weights, x, ids, topk_weights, [0, 1, 3, 3, 5])
     assert torch.equal(pieces, actual)
+    if rows > 4:
+        bounds = (1, 1, 4)
+        merged = run_experts(numba_kernels, weights, x, ids, topk_weights, [0, num_local], bounds)
+        assert torch.equal(merged, actual)
     for r in range(0, rows, 9):
         one = slice(r, r + 1)
         alone = run_experts(
@@ -205,16 +223,46 @@ def test_grouped_experts(numba_kernels: NumbaKernels, dtype: torch.dtype) -> Non
     x = randn(3, 24, dtype=dtype)
     ids = torch.tensor([[1, -1], [4, 2], [0, 5]], dtype=torch.int32)
     topk_weights = torch.tensor([[0.5, 0.5], [0.25, 0.75], [1.0, 1.0]])
-    out, expected = torch.zeros(3, 24), torch.zeros(3, 24)
+    buffer = RowBuffer(x, ids, topk_weights, torch.ones(3, 24))
     for first, last in ((0, 2), (2, None)):
-        experts.forward(0, x, ids, topk_weights, out, first, last)
+        experts.forward(0, [Rows(buffer, 3)], first, last)
     local = torch.tensor([[0, -1], [2, 1], [-1, -1]], dtype=torch.int32)
-    TORCH.experts(x, local, topk_weights, weights, expected, 0, 3)
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
-    assert not out[2].any()
+    expected = run_experts(TORCH, weights, x, local, topk_weights, [0, 3])
+    torch.testing.assert_close(buffer.out, expected, rtol=1e-4, atol=1e-4)
+    assert not buffer.out[2].any()
     assert experts.tokens == [1, 1, 1]
-    experts.forward(0, x[:0], ids[:0], topk_weights[:0], out[:0])
+    experts.forward(0, [Rows(buffer, 0)])
     assert experts.tokens == [1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 1, 9])
+def test_route(numba_kernels: NumbaKernels, dtype: torch.dtype, rows: int) -> None:
+    x, topk_weights = randn(rows, 21) * 3, randn(rows, 3)
+    rng = np.random.default_rng(rows)
+    ids = torch.from_numpy(rng.integers(-1, 6, (rows, 3)).astype(np.int32))
+    for table in ([3, -1, 0, -1, -1, 8], [-1] * 6, list(range(6))):
+        results = []
+        for kernels in (numba_kernels, TORCH):
+            into, index = RowBuffer.empty(12, 21, 3, dtype), torch.empty(12, dtype=torch.int32)
+            places = torch.tensor(table, dtype=torch.int32)
+            count = kernels.route(x, ids, topk_weights, places, into, index)
+            routed = Rows(into, count)
+            results.append((routed.hidden_states, routed.topk_ids, routed.topk_weights))
+            results[-1] += (index[:count],)
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_combine(numba_kernels: NumbaKernels) -> None:
+    indexes = [torch.tensor(i, dtype=torch.int32) for i in ([0, 2, 3], [1, 2], [0, 1, 2, 3], [])]
+    partials = [
+        Partial(randn(6, 19 + n)[:, :19].contiguous(), index.clone(), len(index))
+        for n, index in enumerate(indexes)
+    ]
+    for chosen in (partials, partials[:1], partials[1::-1]):
+        actual = numba_kernels.combine(chosen, 5)
+        assert torch.equal(actual, TORCH.combine(chosen, 5))
+        assert not actual[4].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,12 +1,11 @@
 """Index math of the router: state word, segment layout, routing table, combine order."""
 
-import numpy as np
 import pytest
 import torch
 
 from coterie.experts.placement import ExpertPlacement
 from coterie.router.alignment import PassPredictor
-from coterie.router.dispatcher import RoutingTable
+from coterie.router.dispatcher import routing_tables
 from coterie.router.state import SeatState, StepKind
 from coterie.router.transports import segment as seg
 from coterie.router.transports.announcements import Announcement, FrameType
@@ -50,26 +49,21 @@ def test_announcement_round_trip() -> None:
     assert Announcement.unpack(frame.pack(), max_rows=9) == frame
 
 
-def test_routing_table_with_missing_and_uneven_experts() -> None:
+def test_routing_tables_of_uneven_experts() -> None:
     # 3 experts over seats 4 and 6: seat 4 holds 0 and 1, seat 6 holds 2.
-    placement = ExpertPlacement.contiguous(3, (4, 6))
-    table = RoutingTable(placement, home_seat=4)
-    topk_ids = np.array([[0, 2], [2, -1], [1, 0], [-1, -1]], dtype=np.int32)
-    assert table.ids_on(4, topk_ids).tolist() == [[0, -1], [-1, -1], [1, 0], [-1, -1]]
-    rows, ids = table.rows_for(6, topk_ids)
-    assert rows.tolist() == [0, 1]
-    assert ids.tolist() == [[-1, 2], [2, -1]]
-    rows, ids = table.rows_for(5, topk_ids)
-    assert len(rows) == 0
-    assert ids.shape == (0, 2)
+    tables = routing_tables(ExpertPlacement.contiguous(3, (4, 6)), home_seat=4)
+    assert {seat: table.tolist() for seat, table in tables.items()} == {
+        4: [0, 1, -1],
+        6: [-1, -1, 2],
+    }
 
 
 def test_replicas_go_home_first() -> None:
     placement = ExpertPlacement.contiguous(2, (0, 1), num_redundant=2)
     for home in (0, 1):
-        table = RoutingTable(placement, home)
-        own = table.ids_on(home, np.array([[0, 1]], dtype=np.int32))
-        assert set(own[0]) == set(placement.physical_on(home))
+        tables = routing_tables(placement, home)
+        assert set(tables[home].tolist()) == set(placement.physical_on(home))
+        assert tables[1 - home].tolist() == [-1, -1]
 
 
 def test_window_follows_merged_passes_only() -> None:
