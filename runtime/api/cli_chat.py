@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 
 from coterie.errors import ConfigError, CoterieError, EngineDead, RuntimeFailure
+from coterie.runtime import sse
 from coterie.runtime.api.cli import DEFAULT_URL
 from coterie.runtime.api.cli_flags import (
     engine_flags,
@@ -225,7 +226,7 @@ async def _ask_http(args: argparse.Namespace, stack: AsyncExitStack) -> Ask:
                 if reply.status_code != 200:
                     await reply.aread()
                     raise RuntimeFailure(f"{reply.status_code}: {error_message(reply.text)}")
-                async for line in reply.aiter_lines():
+                async for line in sse.lines(reply.aiter_text()):
                     text = delta_text(line)
                     if text:
                         yield text

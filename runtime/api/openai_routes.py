@@ -19,8 +19,9 @@ from coterie.runtime.api.errors_http import HttpError, model_not_found, validati
 from coterie.runtime.api.frontend import Frontend, TimedStream, merge
 from coterie.runtime.api.openai_format import ChatFormat, Choice, CompletionFormat, Usage
 from coterie.runtime.api.openai_types import ChatRequest, CompletionRequest, SamplingFields
-from coterie.runtime.api.streaming import DONE, EventStream, answer, event
+from coterie.runtime.api.streaming import EventStream, answer
 from coterie.runtime.request import GenerateRequest, RequestOutput, SamplingParams
+from coterie.runtime.sse import DONE, event
 
 MAX_PROMPTS = 1024
 _Body = TypeVar("_Body", bound=SamplingFields)

@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-import msgspec
 from fastapi import Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -19,16 +18,12 @@ from starlette.types import Receive, Scope, Send
 from coterie.errors import CoterieError
 from coterie.runtime.api.errors_http import CLIENT_GONE, error_body, error_response
 from coterie.runtime.api.frontend import TimedStream
+from coterie.runtime.sse import DONE, event
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _STALL_S = 300.0  # a reader that takes nothing for this long is gone
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-DONE = b"data: [DONE]\n\n"
-
-
-def event(body: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T | None:

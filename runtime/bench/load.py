@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from coterie.errors import CoterieError, RuntimeFailure
+from coterie.runtime import sse
 from coterie.runtime.api.frontend import ServingEngine
 from coterie.runtime.bench.workload import Prompt, Workload
 from coterie.runtime.request import GenerateRequest, SamplingParams
@@ -143,7 +144,7 @@ def http_target(client: httpx.AsyncClient, model: str) -> Target:
             if reply.status_code != 200:
                 await reply.aread()
                 raise RuntimeFailure(f"{reply.status_code}: {reply.text[:200]}")
-            async for line in reply.aiter_lines():
+            async for line in sse.lines(reply.aiter_text()):
                 if line.startswith("data:") and line[5:].strip() != "[DONE]":
                     yield _chunk(json.loads(line[5:]))
 
