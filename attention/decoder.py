@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from coterie.attention.attention import Attention
-from coterie.attention.biased_mlp import BiasedMLP
 from coterie.attention.embedding import Embedding, LMHead
 from coterie.attention.metadata import ForwardBatch
 from coterie.attention.models.config import ModelConfig
@@ -28,7 +27,7 @@ class DecoderLayer:
     input_norm: RMSNorm
     attention: Attention
     post_attention_norm: RMSNorm
-    mlp: MoELayer | DenseMLP | BiasedMLP
+    mlp: MoELayer | DenseMLP
     router_layer: int | None
     """What the router is told on entry: the index among the MoE layers; None for a dense layer
     between them. In a dense model the index of the layer, as a sign of life."""
@@ -98,9 +97,7 @@ class Decoder:
         return self._lm_head.forward(x)
 
 
-def _mlp(
-    mlp: MoELayer | DenseMLP | BiasedMLP, x: torch.Tensor, poll: YieldPoint | None
-) -> torch.Tensor:
+def _mlp(mlp: MoELayer | DenseMLP, x: torch.Tensor, poll: YieldPoint | None) -> torch.Tensor:
     """The router cuts MoE layers itself; dense ones are cut here."""
     if isinstance(mlp, MoELayer) or poll is None:
         return mlp.forward(x)

@@ -12,7 +12,6 @@ import torch
 
 from coterie.attention.attention import Attention
 from coterie.attention.backend import AttentionBackend
-from coterie.attention.biased_mlp import BiasedMLP
 from coterie.attention.decoder import Decoder, DecoderLayer
 from coterie.attention.embedding import Embedding, LMHead
 from coterie.attention.kv_cache import PagedKVCache
@@ -133,13 +132,12 @@ class _DecoderBuilder:
             k_norm=self._vector(_weight(names.k_norm, index)) if qk_norm else None,
         )
 
-    def _dense(self, index: int) -> DenseMLP | BiasedMLP:
+    def _dense(self, index: int) -> DenseMLP:
         gate_up, down = (self.names.gate_proj, self.names.up_proj), (self.names.down_proj,)
-        weights = [self._stacked(part, index, "weight", self.dtype) for part in (gate_up, down)]
-        if not self.config.mlp_bias:
-            return DenseMLP(self.kernels, *weights)
-        biases = [self._stacked(part, index, "bias", torch.float32) for part in (gate_up, down)]
-        return BiasedMLP(self.kernels, weights[0], biases[0], weights[1], biases[1])
+        parts = [self._stacked(part, index, "weight", self.dtype) for part in (gate_up, down)]
+        if self.config.mlp_bias:
+            parts += [self._stacked(part, index, "bias", torch.float32) for part in (gate_up, down)]
+        return DenseMLP(self.kernels, *parts)
 
     def _moe(self, index: int, moe_index: int) -> MoELayer:
         moe, experts = self.config.moe, self.names.experts
